@@ -1,0 +1,72 @@
+"""How far a prompt's blocks reach: from presence per group to the boundary of a hit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from stemkv.identity import GroupSpec, HitPolicy
+from stemkv.keys import BlockRef, Chain
+from stemkv.misses import Miss
+
+ABSENT = -1
+Presence = tuple[Sequence[int], ...]
+"""For each group, for each block, the index of the first tier that has it, or :data:`ABSENT`."""
+
+
+class Match(msgspec.Struct, frozen=True):
+    """The longest usable run of blocks of a prompt, and why it ends there.
+
+    While it is held, its blocks are leased: this process does not evict them. Give it to ``Pool.release``
+    when loading is over.
+    """
+
+    chain: Chain
+    blocks: int
+    """Blocks of the chain that need not be computed."""
+    refs: tuple[BlockRef, ...]
+    """What must be loaded for that, group by group."""
+    where: tuple[int, ...]
+    """For each ref, the index of the tier to read it from."""
+    miss: Miss | None
+    """Why the hit is not longer; None when it covers every block it may."""
+    limit: int
+    """Blocks that could have been used: at least one token is always left to compute."""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that need not be computed."""
+        return self.blocks * self.chain.namespace.identity.block_tokens
+
+
+def usable_blocks(groups: Sequence[GroupSpec], presence: Presence, limit: int, block_tokens: int) -> tuple[int, int]:
+    """(boundary, run): the last boundary at which every group has what it needs, and the PREFIX run's length.
+
+    ``run`` is ``limit`` for a model without PREFIX groups. ``boundary < run`` means that keys and values are
+    there but a window or a recurrent state is not.
+    """
+    run = limit
+    for spec, where in zip(groups, presence, strict=True):
+        if spec.policy is HitPolicy.PREFIX:
+            run = min(run, next((i for i, tier in enumerate(where[:run]) if tier == ABSENT), run))
+    others = [(s, w) for s, w in zip(groups, presence, strict=True) if s.policy is not HitPolicy.PREFIX]
+    for boundary in range(run, 0, -1):
+        if all(where[i] != ABSENT for spec, where in others for i in spec.blocks_needed(boundary, block_tokens)):
+            return boundary, run
+    return 0, run
+
+
+def refs_to_load(
+    chain: Chain, presence: Presence, blocks: int
+) -> tuple[tuple[BlockRef, ...], tuple[int, ...]]:
+    """The refs a hit of ``blocks`` must load, with the tier of each."""
+    identity = chain.namespace.identity
+    refs, where = [], []
+    for group, spec in enumerate(identity.groups):
+        for index in spec.blocks_needed(blocks, identity.block_tokens) if blocks else ():
+            refs.append(chain.ref(group, index))
+            where.append(presence[group][index])
+    return tuple(refs), tuple(where)
+
+
