@@ -162,6 +162,12 @@ def verify(data: memoryview, tag: bytes, ref: BlockRef, sealer: Sealer) -> memor
     return payload
 
 
+def copy(ref: BlockRef, data: memoryview, tag: bytes) -> Record:
+    """A :class:`Record` with its own copy of verified canonical ``data``."""
+    meta, _ = parse_header(data[8 : header_bytes(ref.spec)])
+    return Record(ref, memoryview(bytes(data)), tag, float(meta.cost), float(meta.created))
+
+
 def parse_header(json_bytes: memoryview | bytes) -> tuple[Metadata, dict[str, Any]]:
     """Metadata and tensor entries of a header. Raises BlockError for anything malformed or a newer format."""
     try:

@@ -137,6 +137,10 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         """SHA-256 of :meth:`encode`, 32 bytes."""
         return hashlib.sha256(self.encode()).digest()
 
+    def prefix(self, group: int) -> bool:
+        """Whether ``group`` needs every block of a hit."""
+        return self.groups[group].policy is HitPolicy.PREFIX
+
     def differing_fields(self, other: Identity) -> tuple[str, ...]:
         """Names of the fields in which ``other`` differs, in field order."""
         return tuple(n for n in self.__struct_fields__ if getattr(self, n) != getattr(other, n))
@@ -146,7 +150,7 @@ _APPENDED: dict[str, Any] = {}
 """Fields added after the first release, with their defaults."""
 
 
-def encode_value(value: Any) -> bytes:
+def encode_value(value: Any) -> bytes:  # noqa: PLR0911 - one return a type
     """Encode one value with a type tag and, where its size varies, a length prefix (u32 little-endian)."""
     if isinstance(value, Enum):
         value = value.value

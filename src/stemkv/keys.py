@@ -28,14 +28,8 @@ def framed(*parts: bytes | str | int) -> bytes:
 
     Each part is preceded by its length as u32 little-endian; strings are UTF-8, integers u64 little-endian.
     """
-    out = []
-    for part in parts:
-        if isinstance(part, int):
-            part = struct.pack("<Q", part)
-        elif isinstance(part, str):
-            part = part.encode()
-        out.append(struct.pack("<I", len(part)) + part)
-    return b"".join(out)
+    raw = [struct.pack("<Q", p) if isinstance(p, int) else p.encode() if isinstance(p, str) else p for p in parts]
+    return b"".join(struct.pack("<I", len(part)) + part for part in raw)
 
 
 def token_bytes(tokens: Iterable[int]) -> bytes:
@@ -51,9 +45,7 @@ class Namespace:
 
     __slots__ = ("generation", "id", "identity", "key", "tenant_id", "tenant_key")
 
-    def __init__(
-        self, identity: Identity, *, tenant: str = "", generation: int = 0, root: bytes = PUBLIC_ROOT
-    ) -> None:
+    def __init__(self, identity: Identity, *, tenant: str = "", generation: int = 0, root: bytes = PUBLIC_ROOT) -> None:
         self.identity = identity
         self.generation = generation
         self.key = _hmac(root, framed("stemkv-ns-1", identity.digest, tenant, generation), "sha256")
@@ -76,6 +68,11 @@ class BlockRef(msgspec.Struct, frozen=True):
     index: int
     """Position in the chain, in blocks."""
     tokens_digest: bytes
+
+    @property
+    def needs(self) -> bytes:
+        """Key of the block without which this one is of no use: its predecessor, or group 0's block beside it."""
+        return self.anchor if self.group else self.parent
 
     @property
     def spec(self) -> GroupSpec:

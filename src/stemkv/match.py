@@ -40,26 +40,20 @@ class Match(msgspec.Struct, frozen=True):
         return self.blocks * self.chain.namespace.identity.block_tokens
 
 
-def usable_blocks(groups: Sequence[GroupSpec], presence: Presence, limit: int, block_tokens: int) -> tuple[int, int]:
-    """(boundary, run): the last boundary at which every group has what it needs, and the PREFIX run's length.
+def usable_blocks(groups: Sequence[GroupSpec], presence: Presence, run: int, block_tokens: int) -> int:
+    """The last boundary within ``run`` at which every group has what it needs.
 
-    ``run`` is ``limit`` for a model without PREFIX groups. ``boundary < run`` means that keys and values are
-    there but a window or a recurrent state is not.
+    ``run`` is how far keys and values reach in every PREFIX group. A result below it means that they are there but
+    a window or a recurrent state is not.
     """
-    run = limit
-    for spec, where in zip(groups, presence, strict=True):
-        if spec.policy is HitPolicy.PREFIX:
-            run = min(run, next((i for i, tier in enumerate(where[:run]) if tier == ABSENT), run))
     others = [(s, w) for s, w in zip(groups, presence, strict=True) if s.policy is not HitPolicy.PREFIX]
     for boundary in range(run, 0, -1):
         if all(where[i] != ABSENT for spec, where in others for i in spec.blocks_needed(boundary, block_tokens)):
-            return boundary, run
-    return 0, run
+            return boundary
+    return 0
 
 
-def refs_to_load(
-    chain: Chain, presence: Presence, blocks: int
-) -> tuple[tuple[BlockRef, ...], tuple[int, ...]]:
+def refs_to_load(chain: Chain, presence: Presence, blocks: int) -> tuple[tuple[BlockRef, ...], tuple[int, ...]]:
     """The refs a hit of ``blocks`` must load, with the tier of each."""
     identity = chain.namespace.identity
     refs, where = [], []
@@ -68,5 +62,3 @@ def refs_to_load(
             refs.append(chain.ref(group, index))
             where.append(presence[group][index])
     return tuple(refs), tuple(where)
-
-

@@ -12,9 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
 from stemkv import block
-from stemkv.identity import HitPolicy
 from stemkv.keys import BlockRef, Chain
-from stemkv.match import ABSENT, Match, refs_to_load, usable_blocks
+from stemkv.match import ABSENT, Match, Presence, refs_to_load, usable_blocks
 from stemkv.metrics import Metrics
 from stemkv.misses import Cause, Miss
 from stemkv.sealing import Sealer
@@ -82,23 +81,22 @@ class Pool:
         for tier in self.tiers:
             tier.release([r.key for r in match.refs])
 
-    def _look(self, chain: Chain, limit: int, without: Iterable[bytes]) -> tuple[tuple[list[int], ...], int, int]:
+    def _look(self, chain: Chain, limit: int, without: Iterable[bytes]) -> tuple[Presence, int, int]:
+        """(presence, usable blocks, length of the run of keys and values) of the first ``limit`` blocks."""
         identity, gone = chain.namespace.identity, frozenset(without)
-        presence: list[list[int]] = []
-        reach = limit
+        presence: dict[int, list[int]] = {}
+        run = limit
         # PREFIX groups first: no other group needs looking up beyond their run.
-        for group, spec in sorted(enumerate(identity.groups), key=lambda g: g[1].policy is not HitPolicy.PREFIX):
-            where = self._where(chain.group_keys(group, range(reach)), gone, spec.policy is HitPolicy.PREFIX)
-            if spec.policy is HitPolicy.PREFIX:
-                reach = next((i for i, tier in enumerate(where) if tier == ABSENT), len(where))
-            presence.append(where)
-        order = sorted(range(len(presence)), key=lambda g: identity.groups[g].policy is not HitPolicy.PREFIX)
-        by_group = tuple(where for _, where in sorted(zip(order, presence, strict=True)))
-        blocks, _ = usable_blocks(identity.groups, by_group, reach, identity.block_tokens)
-        return by_group, blocks, reach
+        for group in sorted(range(len(identity.groups)), key=lambda g: not identity.prefix(g)):
+            where = self._where(chain.group_keys(group, range(run)), gone)
+            if identity.prefix(group):
+                run = next((i for i, tier in enumerate(where) if tier == ABSENT), run)
+            presence[group] = where
+        by_group = tuple(presence[group] for group in range(len(identity.groups)))
+        return by_group, usable_blocks(identity.groups, by_group, run, identity.block_tokens), run
 
-    def _where(self, keys: list[bytes], gone: frozenset[bytes], prefix_only: bool) -> list[int]:
-        """For each key the first tier that has it. With ``prefix_only``, keys after a gap may be left ABSENT."""
+    def _where(self, keys: list[bytes], gone: frozenset[bytes]) -> list[int]:
+        """For each key the first tier that has it, else ABSENT."""
         where = [ABSENT] * len(keys)
         for number, tier in enumerate(self.tiers):
             open_ = [i for i, t in enumerate(where) if t == ABSENT]
@@ -125,7 +123,7 @@ class Pool:
         return self._why_absent(chain, run)
 
     def _why_absent(self, chain: Chain, index: int) -> Miss:
-        ref = chain.ref(self._first_group(chain), index)
+        ref = chain.ref(0, index)
         if self.writer.pending(ref.key):
             return Miss(Cause.PENDING)
         if ref.key in self._reasons:
@@ -135,11 +133,6 @@ class Pool:
             if found is not None:
                 return found
         return Miss(Cause.END_OF_STORED if index else Cause.UNSEEN)
-
-    @staticmethod
-    def _first_group(chain: Chain) -> int:
-        groups = chain.namespace.identity.groups
-        return next((g for g, s in enumerate(groups) if s.policy is HitPolicy.PREFIX), 0)
 
     # -- load ----------------------------------------------------------------------------------------------
 
@@ -171,7 +164,11 @@ class Pool:
         shares = [wanted[i :: self._read_threads] for i in range(min(self._read_threads, len(wanted)))]
         jobs = [
             self._threads.submit(
-                tier.get, [match.refs[i] for i in share], _Renumbered(sink, share), sealer=self.sealer, deadline=deadline
+                tier.get,
+                [match.refs[i] for i in share],
+                _Renumbered(sink, share),
+                sealer=self.sealer,
+                deadline=deadline,
             )
             for share in shares[1:]
         ]
@@ -204,9 +201,8 @@ class Pool:
         self.writer.submit(Job(later, sum(block.record_bytes(match.refs[i].spec) for i in behind), ()))
 
     def _promote(self, ref: BlockRef, number: int) -> None:
-        copy = _Copy(ref)
-        if self.tiers[number].get([ref], copy, sealer=self.sealer) == [None]:
-            record = block.finish(ref, copy.data, 0.0, self.sealer)
+        record = self.tiers[number].record(ref, sealer=self.sealer)
+        if isinstance(record, block.Record):
             for tier in self.tiers[:number]:
                 self._put(tier, [record])
 
@@ -284,13 +280,3 @@ class _Renumbered(Sink):
 
     def accept(self, index: int, payload: memoryview) -> None:
         self._sink.accept(self._indexes[index], payload)
-
-
-class _Copy(Sink):
-    """Copies one payload into a new record."""
-
-    def __init__(self, ref: BlockRef) -> None:
-        self.data, self._payload = block.begin(ref)
-
-    def accept(self, index: int, payload: memoryview) -> None:
-        self._payload[:] = payload

@@ -7,16 +7,19 @@ any time; it must never return bytes that did not verify.
 
 from __future__ import annotations
 
+import errno
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Sequence
 
 import msgspec
 
-from stemkv.block import Record
+from stemkv import block
+from stemkv.block import BlockError, Record
 from stemkv.keys import BlockRef
-from stemkv.misses import Miss
+from stemkv.misses import CORRUPT, Cause, Miss
 from stemkv.sealing import Sealer
 
 
@@ -35,7 +38,7 @@ class Sink(ABC):
     """Where loaded blocks go. Called from several threads at once, for different indexes."""
 
     def buffer(self, index: int, nbytes: int) -> memoryview | None:
-        """A writable buffer of ``nbytes`` (header included) to read record ``index`` into, or None for a scratch buffer.
+        """A writable buffer of ``nbytes`` (header included) to read record ``index`` into; None for a scratch one.
 
         What is in it counts only after :meth:`accept` was called for the same index.
         """
@@ -61,14 +64,63 @@ class Tier(ABC):
         """Whether each key is (very likely) here. Does not touch, does not read payloads. All False on a fault."""
 
     @abstractmethod
+    def fetch(self, ref: BlockRef, buffer: memoryview | None) -> tuple[memoryview, bytes]:
+        """The stored record of ``ref`` in canonical form, and its tag; nothing is verified yet.
+
+        The record is ``buffer`` if the tier could use it, else memory that stays valid and unchanged until the same
+        thread calls again. Raises BlockError when the block is not here, OSError for a fault. For subclasses and
+        tests; everybody else calls :meth:`get`.
+        """
+
+    @abstractmethod
+    def quarantine(self, ref: BlockRef, miss: Miss) -> None:
+        """Take a block that did not verify out of use, keep it aside where possible, and count it. Never fails."""
+
     def get(
         self, refs: Sequence[BlockRef], sink: Sink, *, sealer: Sealer, deadline: float | None = None
     ) -> list[Miss | None]:
         """Read, verify and hand over blocks; one result per ref, None for a hit, positions as in ``refs``.
 
-        Blocks until done or until ``deadline`` (``time.monotonic`` seconds) has passed; what was not read by then
+        Blocks until done or until ``deadline`` (``time.monotonic`` seconds) has passed; what was not begun by then
         is ``Cause.DEADLINE``. A block that fails verification is quarantined and is a miss with its own cause.
         """
+        results: list[Miss | None] = []
+        for index, ref in enumerate(refs):
+            if deadline is not None and time.monotonic() >= deadline:
+                results.append(Miss(Cause.DEADLINE))
+            else:
+                results.append(self._get_one(index, ref, sink, sealer))
+        return results
+
+    def record(self, ref: BlockRef, *, sealer: Sealer) -> Record | Miss:
+        """A verified copy of a whole record, as another tier would store it."""
+        try:
+            data, tag = self.fetch(ref, None)
+            block.verify(data, tag, ref, sealer)
+            return block.copy(ref, data, tag)
+        except BlockError as error:
+            return self._failed(ref, error.miss)
+        except OSError as error:
+            return io_miss(error)
+
+    def _get_one(self, index: int, ref: BlockRef, sink: Sink, sealer: Sealer) -> Miss | None:
+        try:
+            buffer = sink.buffer(index, block.record_bytes(ref.spec))
+            data, tag = self.fetch(ref, buffer)
+            payload = block.verify(data, tag, ref, sealer)
+        except BlockError as error:
+            return self._failed(ref, error.miss)
+        except OSError as error:
+            return io_miss(error)
+        if buffer is not None and (data is not buffer or sealer.seals):
+            buffer[block.header_bytes(ref.spec) :] = payload
+        sink.accept(index, payload)
+        return None
+
+    def _failed(self, ref: BlockRef, miss: Miss) -> Miss:
+        if miss.cause in CORRUPT:
+            self.quarantine(ref, miss)
+        return miss
 
     @abstractmethod
     def put(self, records: Sequence[Record]) -> list[Miss | None]:
@@ -109,3 +161,12 @@ class Tier(ABC):
     def leased(self, key: bytes) -> bool:
         """Whether ``key`` is under lease in this process."""
         return key in self._leases
+
+
+def io_miss(error: OSError) -> Miss:
+    """The miss for an operating-system error: ``no-space``, ``read-only`` or ``io-error:<NAME>``."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return Miss(Cause.NO_SPACE)
+    if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
+        return Miss(Cause.READ_ONLY)
+    return Miss(Cause.IO_ERROR, errno.errorcode.get(error.errno or 0, type(error).__name__))
