@@ -1,0 +1,135 @@
+"""Writes the generated parts of the documents, between ``<!-- generated: NAME -->`` and ``<!-- end -->``.
+
+``python docs/generate.py`` writes them; ``--check`` only says which have drifted and exits 1 if any has.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, get_args
+
+ROOT = Path(__file__).resolve().parent.parent
+MARKER = re.compile(r"(<!-- generated: ([a-z0-9-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def options() -> str:
+    """A table of all settings, from the Settings record."""
+    import msgspec  # noqa: PLC0415
+
+    from stemkv.config import SIZES, Settings  # noqa: PLC0415
+
+    rows = ["| setting | environment | default | what it does |", "|---|---|---|---|"]
+    hints = {f.name: f for f in msgspec.structs.fields(Settings)}
+    for name, field in hints.items():
+        meta = next(m for m in get_args(field.type) if isinstance(m, msgspec.Meta))
+        default = _size(field.default) if name in SIZES else repr(field.default).replace("'", '"')
+        rows.append(f"| `{name}` | `STEMKV_{name.upper()}` | `{default}` | {meta.description} |")
+    return "\n".join(rows)
+
+
+def cli_help(verb: str) -> Callable[[], str]:
+    def text() -> str:
+        from stemkv.cli.main import build_parser  # noqa: PLC0415
+
+        out = io.StringIO()
+        with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):
+            build_parser().parse_args([*verb.split(), "--help"] if verb else ["--help"])
+        return f"```text\n$ stemkv {verb}{' ' if verb else ''}--help\n{out.getvalue().rstrip()}\n```"
+
+    return text
+
+
+def bench_table(name: str) -> Callable[[], str]:
+    def text() -> str:
+        path = ROOT / "bench" / "results" / f"{name}.json"
+        if not path.exists():
+            return f"No results yet: `make bench` writes `bench/results/{name}.json`."
+        result = json.loads(path.read_text())
+        machine = result["machine"]
+        head = [
+            f"Measured on {machine['cpu']}, {machine['cores']} cores ({', '.join(machine['features'])}), "
+            f"{machine['memory_gb']} GiB, last-level cache {machine['last_level_cache_mb']} MiB; "
+            + ", ".join(f"{k} {v}" for k, v in result["versions"].items())
+            + ". Medians; every run is in the JSON file.",
+            "",
+            "| row | value | against | its value | ratio | reach | holds |",
+            "|---|---|---|---|---|---|---|",
+        ]
+        return "\n".join(head + [_bench_row(row) for row in result["rows"]])
+
+    return text
+
+
+def format_vectors() -> str:
+    sys.path.insert(0, str(ROOT / "docs"))
+    from _format_vectors import render  # type: ignore[import-not-found]  # noqa: PLC0415
+
+    return str(render())
+
+
+def miss_causes() -> str:
+    """The closed set of causes with their meaning, from the source of the enum."""
+    source = (ROOT / "src/stemkv/misses.py").read_text()
+    rows = ["| cause | meaning |", "|---|---|"]
+    for value, doc in re.findall(r'= "([a-z-]+)"(?:\n    """(.*?)""")?', source, re.DOTALL):
+        meaning = " ".join(doc.split()) or "A stored block that is not what it should be; it is set aside."
+        rows.append(f"| `{value}` | {meaning} |")
+    return "\n".join(rows)
+
+
+PARTS: dict[str, Callable[[], str]] = {
+    "options": options,
+    "help": cli_help(""),
+    "help-serve": cli_help("serve"),
+    "help-demo": cli_help("demo"),
+    "bench-store": bench_table("store"),
+    "bench-ttft": bench_table("ttft"),
+    "format-vectors": format_vectors,
+    "miss-causes": miss_causes,
+}
+
+
+def _bench_row(row: dict[str, Any]) -> str:
+    def figure(value: float | None) -> str:
+        return "" if value is None else f"{value:.4g} {row['unit']}"
+
+    ratio = "" if row["ratio"] is None else f"{row['ratio']:.2f}×"
+    holds = {True: "yes", False: "**no**", None: ""}[row["holds"]]
+    return (
+        f"| {row['name']} | {figure(row['value'])} | {row['against']} | {figure(row['against_value'])} | {ratio} "
+        f"| {row['reach'].replace('>=', '≥').replace('<=', '≤')} | {holds} |"
+    )
+
+
+def _size(nbytes: int) -> str:
+    for power, unit in ((40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB")):
+        if nbytes and nbytes % (1 << power) == 0:
+            return f"{nbytes >> power}{unit}"
+    return str(nbytes)
+
+
+def rendered(path: Path) -> str:
+    return MARKER.sub(lambda m: f"{m[1]}{PARTS[m[2]]()}\n{m[3]}", path.read_text())
+
+
+def main() -> int:
+    documents = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
+    drifted = [p for p in documents if rendered(p) != p.read_text()]
+    if "--check" not in sys.argv:
+        for path in drifted:
+            path.write_text(rendered(path))
+    for path in drifted:
+        print(f"{'stale' if '--check' in sys.argv else 'written'}: {path.relative_to(ROOT)}")
+    if drifted and "--check" in sys.argv:
+        print("run 'make docs' and commit the result")
+    return int(bool(drifted) and "--check" in sys.argv)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
