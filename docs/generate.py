@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import os
 import re
 import sys
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 ROOT = Path(__file__).resolve().parent.parent
+os.environ["COLUMNS"] = "100"  # argparse wraps its help by it
 MARKER = re.compile(r"(<!-- generated: ([a-z0-9-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
