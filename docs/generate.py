@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import io
 import json
@@ -85,7 +86,19 @@ def miss_causes() -> str:
     return "\n".join(rows)
 
 
+def files() -> str:
+    """One line a module: the first line of its docstring."""
+    rows = ["| file | what it does |", "|---|---|"]
+    base = ROOT / "src" / "stemkv"
+    for path in sorted(base.rglob("*.py"), key=lambda p: (len(p.relative_to(base).parts) > 1, str(p))):
+        doc = ast.get_docstring(ast.parse(path.read_text()))
+        if doc and path.name != "__main__.py":
+            rows.append(f"| `{path.relative_to(base)}` | {doc.splitlines()[0]} |")
+    return "\n".join(rows)
+
+
 PARTS: dict[str, Callable[[], str]] = {
+    "files": files,
     "options": options,
     "help": cli_help(""),
     "help-serve": cli_help("serve"),
