@@ -38,7 +38,9 @@ def new_processes(bench: Bench, store: Path) -> list[float]:
     direct = [r["direct_s"] for r in results]
     bench.row("ttft-file-tier-new-process", "s", warm, against="cold", against_runs=cold, reach=">= 60", inverse=True)
     bench.row("ttft-kv-already-in-process", "s", direct, against="cold", against_runs=cold, inverse=True)
-    bench.row("ttft-file-tier-over-kv-in-process", "s", warm, against="the same KV handed over directly", against_runs=direct)
+    bench.row(
+        "ttft-file-tier-over-kv-in-process", "s", warm, against="the same KV handed over directly", against_runs=direct
+    )
     bench.row("file-tier-load-only", "ms", [1e3 * r["load_s"] for r in results])
     return warm
 
@@ -58,7 +60,9 @@ def without_matrix_units(bench: Bench, store: Path) -> None:
     results = [worker("restore", store, env=env) for _ in range(PROCESSES)]
     warm, cold, direct = ([r[k] for r in results] for k in ("warm_s", "cold_s", "direct_s"))
     bench.row("ttft-file-tier-new-process-avx2", "s", warm, against="cold, AVX2 only", against_runs=cold, inverse=True)
-    bench.row("ttft-kv-already-in-process-avx2", "s", direct, against="cold, AVX2 only", against_runs=cold, inverse=True)
+    bench.row(
+        "ttft-kv-already-in-process-avx2", "s", direct, against="cold, AVX2 only", against_runs=cold, inverse=True
+    )
 
 
 def llama_cpp(bench: Bench, warm: list[float]) -> None:
@@ -68,7 +72,9 @@ def llama_cpp(bench: Bench, warm: list[float]) -> None:
         return
     model = subprocess.check_output([sys.executable, str(HERE / "ttft_worker.py"), "model-path", "-", "0"], text=True)
     out = subprocess.check_output(
-        [str(PEERS), str(HERE / "llama_worker.py"), model.split()[-1], str(PROCESSES)], text=True, stderr=subprocess.DEVNULL
+        [str(PEERS), str(HERE / "llama_worker.py"), model.split()[-1], str(PROCESSES)],
+        text=True,
+        stderr=subprocess.DEVNULL,
     )
     theirs = json.loads(out.splitlines()[-1])
     bench.row("ttft-file-tier-against-llama-cpp", "s", warm, against="llama-cpp-python, load_state",

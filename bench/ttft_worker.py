@@ -40,7 +40,9 @@ def plain(loaded: Loaded, ids: list[int], cache: Any = None) -> float:
 def kept(loaded: Loaded, ids: list[int]) -> list[tuple[Any, Any]]:
     """KV of the reusable part of ``ids``, as a process that kept its cache has it."""
     with torch.inference_mode():
-        cache = loaded.model(tensor(ids[:REUSED]), cache=DynamicCache(config=loaded.model.config), logits_to_keep=1).cache
+        cache = loaded.model(
+            tensor(ids[:REUSED]), cache=DynamicCache(config=loaded.model.config), logits_to_keep=1
+        ).cache
     return [(layer.keys.clone(), layer.values.clone()) for layer in cache.layers]
 
 
@@ -78,7 +80,13 @@ def restore(loaded: Loaded, store: Path) -> dict[str, Any]:
     data = kept(loaded, prompt(0))
     handed = min(direct(loaded, data, prompt(0, tail=t)) for t in (2, 3))
     pool.close()
-    return {"warm_s": warm, "cold_s": cold, "direct_s": handed, "load_s": report.load_s, "cached_tokens": report.cached_tokens}
+    return {
+        "warm_s": warm,
+        "cold_s": cold,
+        "direct_s": handed,
+        "load_s": report.load_s,
+        "cached_tokens": report.cached_tokens,
+    }
 
 
 def compare(loaded: Loaded, store: Path, rounds: int) -> dict[str, Any]:
@@ -104,7 +112,9 @@ def compare(loaded: Loaded, store: Path, rounds: int) -> dict[str, Any]:
         },
         2 * rounds,
     )
-    runs |= interleaved({"cold_storing": cold_storing, "cold_plain": lambda: plain(loaded, prompt(next(seeds)))}, rounds)
+    runs |= interleaved(
+        {"cold_storing": cold_storing, "cold_plain": lambda: plain(loaded, prompt(next(seeds)))}, rounds
+    )
     memory.close()
     disk.close()
     return runs

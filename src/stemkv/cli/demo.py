@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -50,7 +51,7 @@ class _Story:
 
     def tell(self) -> list[dict[str, Any]]:
         print(f"stemkv demo: one prompt of about {self._args.tokens} tokens, five times, on {self._args.model}\n")
-        print(_line("", "first token", "", "from cache", "why the rest was computed"))
+        print(_HEADER)
         first = self._start(self._args.model)
         self._step("cold", first)
         self._step("warm", first)
@@ -74,12 +75,8 @@ class _Story:
         return _Process(Task(model, str(store), self._args.tokens, self._args.new_tokens))
 
     def _step(self, name: str, process: _Process) -> None:
-        step = {"name": name, **process.ask()}
-        self._steps.append(step)
-        faster = self._steps[0]["ttft_s"] / step["ttft_s"]
-        cached = f"{step['cached_tokens']} of {step['prompt_tokens']}"
-        print(_line(STEPS[name], f"{step['ttft_s']:.2f} s", f"{faster:.0f}x" if faster >= 1.5 else "", cached,
-                    step["miss"] or "", name=name))  # fmt: skip
+        self._steps.append({"name": name, **process.ask()})
+        print(table(self._steps)[-1])
 
     def _other_weights(self, original: Path) -> Path:
         """A copy of the weights under the same file name, with a few values changed."""
@@ -145,11 +142,25 @@ class _Process:
         return pipe
 
 
-def _line(title: str, ttft: str, faster: str, cached: str, miss: str, name: str = "") -> str:
-    return f"  {name:15}{title:36}{ttft:>12}{faster:>6}{cached:>15}   {miss}".rstrip()
+def _line(step: str, what: str, ttft: str, faster: str, cached: str, miss: str) -> str:
+    return f"  {step:15} {what:36} {ttft:>11} {faster:>6} {cached:>14}   {miss}".rstrip()
+
+
+_HEADER = _line("", "", "first token", "", "from cache", "why not the rest")
+
+
+def table(steps: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The demo's table as lines: a header, then one for each step so far."""
+    lines = [_HEADER]
+    for step in steps:
+        faster = steps[0]["ttft_s"] / step["ttft_s"]
+        cached = f"{step['cached_tokens']} of {step['prompt_tokens']}"
+        speed = f"{faster:.0f}x" if faster >= 1.5 else ""
+        lines.append(
+            _line(step["name"], STEPS[step["name"]], f"{step['ttft_s']:.2f} s", speed, cached, step["miss"] or "")
+        )
+    return lines
 
 
 def _public(step: dict[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in step.items() if k != "text"}
-
-

@@ -47,7 +47,9 @@ class Progress:
             self._drawn = True
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if self._drawn:
             self._stream.write("\r\x1b[K")
             self._stream.flush()
