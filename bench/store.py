@@ -13,9 +13,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
-from harness import BLOCK_SHAPE, Bench, interleaved, last_level_cache, seconds
 from safetensors.torch import save_file
 
+from harness import BLOCK_SHAPE, Bench, interleaved, last_level_cache, seconds
 from stemkv import block
 from stemkv.identity import GroupSpec, HitPolicy, Identity, Layout, TensorSpec
 from stemkv.keys import BlockRef, Chain, Namespace

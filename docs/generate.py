@@ -70,7 +70,7 @@ def bench_table(name: str) -> Callable[[], str]:
 
 
 HEADLINE = {
-    "ttft-file-tier-new-process": "First token of a 4,096-token prompt, from disk in a new process, against computing it",
+    "ttft-file-tier-new-process": "First token of 4,096, from disk in a new process, against computing it",
     "ttft-kv-already-in-process": "The most any cache can give here: the same KV already in the process",
     "cold-while-storing": "A cold prompt while storing, against without stemkv",
     "file-read-verified-1-reader": "Reading blocks from disk, every byte verified, against a plain read",

@@ -40,7 +40,7 @@ class Progress:
             self._stream.flush()
             self._drawn_at = now
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> Progress:  # noqa: PYI034 - typing.Self is 3.11
         if self._tty:
             self._stream.write(f"\r  {self._title} ... \x1b[K")
             self._stream.flush()
