@@ -41,10 +41,15 @@ docs: $(VENV)/dev.stamp   ## write the generated parts of the documents anew
 fix: $(VENV)/dev.stamp
 	@$(BIN)/ruff check --fix . && $(BIN)/ruff format .
 
-bench: $(VENV)/dev.stamp  ## measure; writes bench/results/*.json and docs/performance.md
+# llama-cpp-python is only compared with; it compiles for some minutes, in an environment of its own.
+.venv-peers/stamp:
+	@$(PYTHON) -m venv .venv-peers && .venv-peers/bin/python -m pip -q install 'llama-cpp-python>=0.3'
+	@touch $@
+
+bench: $(VENV)/dev.stamp .venv-peers/stamp  ## measure; writes bench/results/*.json and docs/performance.md
 	@$(BIN)/python bench/store.py
 	@$(BIN)/python bench/ttft.py
 	@$(BIN)/python docs/generate.py
 
 clean:
-	rm -rf $(VENV)
+	rm -rf $(VENV) .venv-peers
