@@ -5,10 +5,15 @@ A record is a safetensors header padded to a multiple of 4096 bytes, then the pa
 
 In memory a record is *canonical*: the 32 hex digits of its tag field are zeros and the tag is kept beside it,
 because the tag covers the record in exactly that form. :func:`take_tag` and :func:`with_tag` convert.
+
+A header has one valid form for its content: :func:`verify` writes it anew from what it parsed and compares, so that
+two readers can never understand one file differently (duplicate keys, other spellings of a number, hidden bytes).
 """
 
 from __future__ import annotations
 
+import math
+import re
 import struct
 import time
 from functools import lru_cache
@@ -16,7 +21,7 @@ from typing import Any
 
 import msgspec
 
-from stemkv.identity import GroupSpec
+from stemkv.identity import GroupSpec, TensorSpec
 from stemkv.keys import BlockRef
 from stemkv.misses import Cause, Miss
 from stemkv.sealing import NONCE_BYTES, TAG_BYTES, Sealer
@@ -24,10 +29,19 @@ from stemkv.sealing import NONCE_BYTES, TAG_BYTES, Sealer
 FORMAT = "stemkv-block/1"
 ALIGNMENT = 4096
 """The payload starts on a multiple of this, for direct I/O and mmap."""
+MAX_HEADER_BYTES = 1 << 20
+"""No header is larger; checked before anything is allocated."""
 _TAG_FIELD = b'"tag":"'
 _NO_TAG = b"0" * (2 * TAG_BYTES)
-_METADATA_BYTES = 1280
-"""Upper bound of the metadata in JSON; two-digit fields and four hex digests of 64 need about 900."""
+_METADATA_BYTES = 1536
+"""More than the metadata ever take in JSON, without the layout and with the entry of a sealed payload."""
+_ENTRY_BYTES = 128
+"""More than one tensor's entry and its part of the layout ever take, without the names and dimensions in them."""
+_MAX_COST_S = 1e9
+_MAX_CREATED_S = 1e12
+_COST = re.compile(r"(0|[1-9][0-9]{0,9})\.[0-9]{6}")
+_CREATED = re.compile(r"(0|[1-9][0-9]{0,12})\.[0-9]{3}")
+_NONCE = re.compile(f"[0-9a-f]{{{2 * NONCE_BYTES}}}")
 
 
 class BlockError(Exception):
@@ -77,9 +91,13 @@ class Record(msgspec.Struct, frozen=True):
 
 @lru_cache(maxsize=256)
 def header_bytes(spec: GroupSpec) -> int:
-    """Size of the header of a block of ``spec``, a multiple of :data:`ALIGNMENT`; depends on ``spec`` alone."""
-    entries = sum(2 * len(_entry_json(spec, i)) for i in range(len(spec.tensors)))
-    return -(-(8 + _METADATA_BYTES + entries) // ALIGNMENT) * ALIGNMENT
+    """Size of the header of a block of ``spec``, a multiple of :data:`ALIGNMENT`; depends on ``spec`` alone.
+
+    Enough for every block of ``spec``: numbers in the metadata are bounded, names and dimensions appear at most
+    twice. At most 1 MiB, so that ``MAX_PAYLOAD_BYTES`` leaves room for it in one AES-GCM call.
+    """
+    tensors = sum(_ENTRY_BYTES + 2 * (len(t.name) + len(_dimensions(t))) for t in spec.tensors)
+    return -(-(8 + _METADATA_BYTES + tensors) // ALIGNMENT) * ALIGNMENT
 
 
 def record_bytes(spec: GroupSpec) -> int:
@@ -94,14 +112,23 @@ def begin(ref: BlockRef) -> tuple[memoryview, memoryview]:
     return data, data[header_bytes(spec) :]
 
 
-def finish(ref: BlockRef, data: memoryview, cost_s: float, sealer: Sealer, *, nonce: bytes | None = None,
-           created: float | None = None) -> Record:  # fmt: skip
-    """Write the header of a record whose payload is filled, tag it and return it.
+def finish(
+    ref: BlockRef,
+    data: memoryview,
+    cost_s: float,
+    sealer: Sealer,
+    *,
+    nonce: bytes | None = None,
+    created: float | None = None,
+) -> Record:
+    """Write the header of a record whose payload is filled, tag it and return it. Seals the payload in place.
 
-    ``nonce`` and ``created`` are for test vectors; leave them out otherwise.
+    ``cost_s`` counts as 0 if it is not a number, and is bounded. ``nonce`` and ``created`` are for test vectors;
+    leave them out otherwise.
     """
-    nonce = nonce or sealer.nonce()
-    created = time.time() if created is None else created
+    nonce = sealer.nonce() if nonce is None else nonce
+    cost_s = _bounded(cost_s, _MAX_COST_S)
+    created = _bounded(time.time() if created is None else created, _MAX_CREATED_S)
     size = header_bytes(ref.spec)
     header = _header_json(ref, cost_s, created, nonce, sealer)
     if len(header) > size - 8:
@@ -121,16 +148,21 @@ def with_tag(record: Record) -> bytes:
 
 def take_tag(data: memoryview) -> bytes:
     """Make stored bytes canonical in place and return their tag. Raises BlockError if there is none."""
+    if len(data) < 8:
+        raise BlockError(Cause.BAD_SIZE, f"{len(data)} bytes")
     (length,) = struct.unpack_from("<Q", data)
-    if not 0 < length <= len(data) - 8:
+    if not 0 < length <= min(len(data) - 8, MAX_HEADER_BYTES):
         raise BlockError(Cause.BAD_HEADER, f"header length {length}")
     header = bytes(data[: 8 + length])
-    at = header.find(_TAG_FIELD) + len(_TAG_FIELD)
+    found = header.find(_TAG_FIELD, 8)
+    at = found + len(_TAG_FIELD)
+    digits = header[at : at + len(_NO_TAG)]
     try:
-        tag = bytes.fromhex(header[at : at + len(_NO_TAG)].decode("ascii"))
+        tag = bytes.fromhex(digits.decode("ascii"))
     except ValueError:
         raise BlockError(Cause.BAD_HEADER, "tag is not hexadecimal") from None
-    if len(tag) != TAG_BYTES or header[at : at + len(_NO_TAG)] != tag.hex().encode():
+    # bytes.fromhex skips spaces and takes capitals; a tag has one form.
+    if found < 0 or len(tag) != TAG_BYTES or digits != tag.hex().encode():
         raise BlockError(Cause.BAD_HEADER, "no tag")
     data[at : at + len(_NO_TAG)] = _NO_TAG
     return tag
@@ -139,8 +171,8 @@ def take_tag(data: memoryview) -> bytes:
 def verify(data: memoryview, tag: bytes, ref: BlockRef, sealer: Sealer) -> memoryview:
     """Check a canonical record against what was asked for; return its verified plain payload.
 
-    Checks run cheapest first and each has its own cause: size and header bounds, version, key, namespace,
-    identity, generation, token digest, layout, sealing key, tag. Raises BlockError.
+    Checks run cheapest first and each has its own cause: size, header bounds and form, version, key, namespace,
+    identity, generation, tokens, sealing key, layout, tag. Raises BlockError and nothing else, whatever ``data`` is.
     """
     spec = ref.spec
     payload_at = header_bytes(spec)
@@ -148,15 +180,18 @@ def verify(data: memoryview, tag: bytes, ref: BlockRef, sealer: Sealer) -> memor
         raise BlockError(Cause.BAD_SIZE, f"{len(data)} bytes, not {payload_at + spec.payload_bytes}")
     if struct.unpack_from("<Q", data)[0] != payload_at - 8:
         raise BlockError(Cause.BAD_HEADER, "header length")
-    meta, entries = parse_header(data[8:payload_at])
+    json = bytes(data[8:payload_at])
+    meta, entries = parse_header(json)
+    if _encode(meta, entries).ljust(len(json)) != json:
+        raise BlockError(Cause.BAD_HEADER, "not in canonical form")
     _check_identity(meta, ref)
-    expected = _entries(spec, sealer.seals)
-    if entries != expected or meta.layout != _layout(spec) or meta.codec != "raw" or meta.codec_params:
-        raise BlockError(Cause.BAD_LAYOUT)
     if meta.key_id != sealer.key_id:
-        raise BlockError(Cause.BAD_SEAL, f"key id {meta.key_id[:16]}")
-    nonce = _unhex(meta.nonce, NONCE_BYTES)
-    payload = sealer.open(data, payload_at, nonce, tag)
+        raise BlockError(Cause.BAD_SEAL, f"key id {_printable(meta.key_id)}")
+    # Compared as encoded: 1, 1.0 and true are equal to Python, but not to other readers.
+    expected = _encode(meta, _entries(spec, sealer.seals))
+    if _encode(meta, entries) != expected or meta.layout != _layout(spec) or meta.codec != "raw" or meta.codec_params:
+        raise BlockError(Cause.BAD_LAYOUT)
+    payload = sealer.open(data, payload_at, bytes.fromhex(meta.nonce), tag)
     if payload is None:
         raise BlockError(Cause.BAD_TAG)
     return payload
@@ -168,18 +203,22 @@ def copy(ref: BlockRef, data: memoryview, tag: bytes) -> Record:
     return Record(ref, memoryview(bytes(data)), tag, float(meta.cost), float(meta.created))
 
 
-def parse_header(json_bytes: memoryview | bytes) -> tuple[Metadata, dict[str, Any]]:
+def parse_header(json: memoryview | bytes) -> tuple[Metadata, dict[str, Any]]:
     """Metadata and tensor entries of a header. Raises BlockError for anything malformed or a newer format."""
     try:
-        header = msgspec.json.decode(json_bytes, type=dict[str, Any])
+        header = msgspec.json.decode(json, type=dict[str, Any])
         raw = header.pop("__metadata__")
-        if not str(raw["format"]).startswith("stemkv-block/"):
+        version = raw["format"]
+        if not isinstance(version, str) or not version.startswith("stemkv-block/"):
             raise BlockError(Cause.BAD_HEADER, "not a stemkv block")
-        if raw["format"] != FORMAT:
-            raise BlockError(Cause.BAD_VERSION, str(raw["format"])[:32])
-        return msgspec.convert(raw, Metadata), header
+        if version != FORMAT:
+            raise BlockError(Cause.BAD_VERSION, _printable(version))
+        meta = msgspec.convert(raw, Metadata)
     except (msgspec.MsgspecError, UnicodeDecodeError, KeyError, TypeError, RecursionError) as error:
         raise BlockError(Cause.BAD_HEADER, type(error).__name__) from None
+    if not (_COST.fullmatch(meta.cost) and _CREATED.fullmatch(meta.created) and _NONCE.fullmatch(meta.nonce)):
+        raise BlockError(Cause.BAD_HEADER, "cost, created or nonce")
+    return meta, header
 
 
 def _check_identity(meta: Metadata, ref: BlockRef) -> None:
@@ -224,7 +263,11 @@ def _header_json(ref: BlockRef, cost_s: float, created: float, nonce: bytes, sea
         nonce=nonce.hex(),
         tag=_NO_TAG.decode(),
     )
-    return msgspec.json.encode({"__metadata__": meta, **_entries(ref.spec, sealer.seals)})
+    return _encode(meta, _entries(ref.spec, sealer.seals))
+
+
+def _encode(meta: Metadata, entries: dict[str, Any]) -> bytes:
+    return msgspec.json.encode({"__metadata__": meta, **entries})
 
 
 def _entries(spec: GroupSpec, sealed: bool) -> dict[str, Any]:
@@ -239,22 +282,20 @@ def _entries(spec: GroupSpec, sealed: bool) -> dict[str, Any]:
     return entries
 
 
-def _entry_json(spec: GroupSpec, index: int) -> bytes:
-    t = spec.tensors[index]
-    return msgspec.json.encode({t.name: [t.dtype, t.shape, spec.payload_bytes, spec.payload_bytes, "data_offsets"]})
-
-
 @lru_cache(maxsize=256)
 def _layout(spec: GroupSpec) -> str:
     """Dtypes and shapes of what is inside, also readable when the payload is sealed."""
-    return ";".join(f"{t.name}:{t.dtype}:{'x'.join(map(str, t.shape))}" for t in spec.tensors)
+    return ";".join(f"{t.name}:{t.dtype}:{_dimensions(t)}" for t in spec.tensors)
 
 
-def _unhex(text: str, size: int) -> bytes:
-    try:
-        raw = bytes.fromhex(text)
-    except ValueError:
-        raw = b""
-    if len(raw) != size:
-        raise BlockError(Cause.BAD_HEADER, "nonce")
-    return raw
+def _dimensions(tensor: TensorSpec) -> str:
+    return "x".join(map(str, tensor.shape))
+
+
+def _bounded(value: float, most: float) -> float:
+    return 0.0 if math.isnan(value) else min(max(value, 0.0), most)
+
+
+def _printable(text: str) -> str:
+    """At most 32 characters that any log or header can show."""
+    return "".join(c if " " < c <= "~" else "?" for c in text[:32])

@@ -3,6 +3,9 @@
 A key is 32 bytes that depend on everything that shaped a block's KV: the namespace (identity, tenant,
 generation) and every token up to the block's end. Keys are computed here, from content, and are never
 taken from a request. ``docs/format.md`` has the derivation and pinned vectors.
+
+Different uses of one HMAC key never share a message: "id" and "root" have 2 and 4 bytes, a group key 39, and a
+chain key 36 or 40 and more.
 """
 
 from __future__ import annotations
@@ -26,14 +29,24 @@ TokenIds = Sequence[int]
 def framed(*parts: bytes | str | int) -> bytes:
     """Join parts so that no other split of the same bytes encodes equally.
 
-    Each part is preceded by its length as u32 little-endian; strings are UTF-8, integers u64 little-endian.
+    Each part is preceded by its length as u32 little-endian; strings are UTF-8, integers u64 little-endian. Which
+    part has which type is fixed by the label that comes first.
     """
-    raw = [struct.pack("<Q", p) if isinstance(p, int) else p.encode() if isinstance(p, str) else p for p in parts]
+    raw = [_part(p) for p in parts]
     return b"".join(struct.pack("<I", len(part)) + part for part in raw)
 
 
+def _part(part: bytes | str | int) -> bytes:
+    if isinstance(part, int):
+        return struct.pack("<Q", part)
+    # A tenant may be any text, even half a surrogate pair: it must neither fail nor meet another tenant.
+    return part.encode(errors="surrogatepass") if isinstance(part, str) else part
+
+
 def token_bytes(tokens: Iterable[int]) -> bytes:
-    """Token ids as u32 little-endian. Raises OverflowError for an id outside 0..2**32-1."""
+    """Token ids as u32 little-endian. Raises OverflowError for an id outside 0..2**32-1, TypeError for no integers."""
+    if isinstance(tokens, (bytes, bytearray, str)):
+        raise TypeError(f"token ids are integers, not {type(tokens).__name__}")  # array would take bytes as packed ids
     packed = array("I", tokens)
     if sys.byteorder == "big":
         packed.byteswap()
@@ -41,18 +54,28 @@ def token_bytes(tokens: Iterable[int]) -> bytes:
 
 
 class Namespace:
-    """Identity, tenant and generation: the root of a chain of keys. Immutable, safe to share."""
+    """Identity, tenant and generation: the root of a chain of keys. Immutable, safe to share.
+
+    ``tenant`` is any text, ``generation`` 0 to 2**63-1 (ValueError otherwise), ``root`` the operator's secret.
+    Its text form shows neither key nor tenant.
+    """
 
     __slots__ = ("generation", "id", "identity", "key", "tenant_id", "tenant_key")
 
     def __init__(self, identity: Identity, *, tenant: str = "", generation: int = 0, root: bytes = PUBLIC_ROOT) -> None:
+        if not 0 <= generation < 2**63:
+            raise ValueError(f"generation {generation} is not in 0 to 2**63-1")
         self.identity = identity
         self.generation = generation
         self.key = _hmac(root, framed("stemkv-ns-1", identity.digest, tenant, generation), "sha256")
         self.id = _hmac(self.key, b"id", "sha256")
         """32 bytes that name the namespace in headers and manifests without revealing its key."""
         self.tenant_key = _hmac(root, framed("stemkv-tenant-1", tenant), "sha256")
+        """Keys the digests of tokens: equal text of one tenant is recognized across identities, others' never is."""
         self.tenant_id = _hmac(self.tenant_key, b"id", "sha256")
+
+    def __repr__(self) -> str:
+        return f"Namespace({self.id.hex()[:16]}, generation={self.generation})"
 
 
 class BlockRef(msgspec.Struct, frozen=True):
@@ -68,6 +91,7 @@ class BlockRef(msgspec.Struct, frozen=True):
     index: int
     """Position in the chain, in blocks."""
     tokens_digest: bytes
+    """HMAC of the block's position and own tokens under the tenant's key."""
 
     @property
     def needs(self) -> bytes:
@@ -91,7 +115,9 @@ class Chain:
     """The keys of a token sequence's full blocks. Immutable, safe to share between threads.
 
     ``extras`` maps a block index to byte strings mixed into that block's key and so into all later ones:
-    media digests at the block where the media starts, a caller-chosen scope at block 0.
+    media digests at the block where the media starts, a caller-chosen scope at block 0. An index at or behind the
+    end is allowed (that block is not full yet); a negative one is a ValueError. Raises OverflowError and TypeError
+    for token ids that are none (see :func:`token_bytes`).
     """
 
     __slots__ = ("_packed", "keys", "namespace", "root", "token_count")
@@ -103,6 +129,8 @@ class Chain:
         self.token_count = len(tokens)
         self._packed = token_bytes(tokens)
         self.root = _hmac(namespace.key, b"root", "sha256")
+        if extras and min(extras) < 0:
+            raise ValueError(f"extras at block {min(extras)}: would be ignored")
         self.keys: list[bytes] = self._derive(extras or {})
         """k_1 .. k_n, one for each full block, in order."""
 
@@ -129,7 +157,9 @@ class Chain:
         return [_hmac(self.namespace.key, self.keys[i] + suffix, "sha256") for i in indexes]
 
     def ref(self, group: int, index: int) -> BlockRef:
-        """The request for block ``index`` of ``group``."""
+        """The request for block ``index`` of ``group``. Raises IndexError if there is no such full block or group."""
+        if not (0 <= index < len(self.keys) and 0 <= group < len(self.namespace.identity.groups)):
+            raise IndexError(f"no block {index} of group {group}")
         step = 4 * self.namespace.identity.block_tokens
         own = self._packed[index * step : (index + 1) * step]
         return BlockRef(

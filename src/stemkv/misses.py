@@ -39,6 +39,8 @@ class Cause(str, Enum):
     """The block is still waiting to be written."""
     DROPPED = "dropped"
     """The block was never stored because the write queue was full."""
+    NOT_CAPTURED = "not-captured"
+    """The block was never stored because copying it out of the engine failed; the detail names the error."""
     NO_SPACE = "no-space"
     """The block was never stored because the tier had no room."""
     NO_STATE = "no-state"
@@ -54,36 +56,36 @@ class Cause(str, Enum):
     CLOSED = "closed"
     """The tier or the pool is closed."""
 
-    # A stored block that is not what it should be; it is quarantined
+    # A stored block that is not what it should be. It is taken out of use, so that it can be stored anew.
     BAD_SIZE = "bad-size"
+    """The stored block has another size than a block of this kind has."""
     BAD_HEADER = "bad-header"
+    """The stored block's header is malformed."""
     BAD_VERSION = "bad-version"
+    """The stored block has a format that this stemkv does not read; the detail names it."""
     BAD_KEY = "bad-key"
+    """The stored block says it is another block."""
     BAD_NAMESPACE = "bad-namespace"
+    """The stored block says it belongs to another namespace."""
     BAD_IDENTITY = "bad-identity"
+    """The stored block says it was computed under another identity."""
     BAD_GENERATION = "bad-generation"
+    """The stored block says it is of another generation."""
     BAD_TOKENS = "bad-tokens"
+    """The stored block says it holds other tokens."""
     BAD_LAYOUT = "bad-layout"
+    """The stored block holds other tensors than this engine expects."""
     BAD_SEAL = "bad-seal"
-    """The block names a sealing key that this process does not have."""
+    """The stored block was tagged or sealed with another key, for example before ``seal`` was switched on."""
     BAD_TAG = "bad-tag"
+    """The stored block's bytes are not those that were stored."""
 
 
-CORRUPT = frozenset(
-    {
-        Cause.BAD_SIZE,
-        Cause.BAD_HEADER,
-        Cause.BAD_VERSION,
-        Cause.BAD_KEY,
-        Cause.BAD_NAMESPACE,
-        Cause.BAD_IDENTITY,
-        Cause.BAD_GENERATION,
-        Cause.BAD_TOKENS,
-        Cause.BAD_LAYOUT,
-        Cause.BAD_TAG,
-    }
-)
-"""Causes after which the stored bytes are moved to quarantine."""
+CORRUPT = frozenset(cause for cause in Cause if cause.value.startswith("bad-"))
+"""Causes after which a tier takes the stored bytes out of use (a file goes to quarantine).
+
+``bad-seal`` is among them because such a block would otherwise stand in the way of its replacement for ever.
+"""
 
 
 class Miss(msgspec.Struct, frozen=True):

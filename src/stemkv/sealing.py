@@ -3,6 +3,9 @@
 Every block carries a 16-byte AES-256-GCM tag over its header and payload. Without sealing the payload stays
 plain and the tag is a GMAC; with sealing the payload is encrypted. When no secret is configured the GMAC key is
 a public constant: it then catches corruption and mix-ups, not an attacker who can write to the store.
+
+Nonces are 12 random bytes, so one key is good for 2**32 blocks (NIST SP 800-38D); one call takes less than 2**31
+bytes, which ``identity.MAX_PAYLOAD_BYTES`` sees to.
 """
 
 from __future__ import annotations
@@ -20,12 +23,17 @@ TAG_BYTES = 16
 
 
 class Sealer:
-    """Tags, seals and opens block records with one key. Stateless after construction, safe to share."""
+    """Tags, seals and opens block records with one key. Stateless after construction, safe to share.
+
+    ``root`` is the operator's secret. Raises ValueError for ``seal`` without one: that would only look like safety.
+    """
 
     def __init__(self, root: bytes = PUBLIC_ROOT, *, seal: bool = False) -> None:
+        if seal and root == PUBLIC_ROOT:
+            raise ValueError("sealing needs a secret root: the public one is known to everyone")
         key = hmac.digest(root, framed("stemkv-seal-1", int(seal)), "sha256")
         self.key_id = "public" if root == PUBLIC_ROOT else hmac.digest(key, b"id", "sha256")[:8].hex()
-        """Names the key in block headers; 16 hex digits, or ``public``."""
+        """Names the key in block headers; 16 hex digits, or ``public``. Sealed and unsealed differ also in this."""
         self.seals = seal
         self._aead = AESGCM(key)
 
