@@ -1,0 +1,1 @@
+"""The ``stemkv`` command: one file for each verb."""

@@ -1,0 +1,1 @@
+"""The OpenAI-compatible server: one model thread behind Starlette. ``stemkv serve`` starts it."""
