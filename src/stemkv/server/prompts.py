@@ -64,7 +64,7 @@ class Prompts:
         try:
             text = self._tokenizer.apply_chat_template(plain, tokenize=False, add_generation_prompt=True)
         except Exception as error:  # noqa: BLE001 - a template is a program of the model's author and raises what it likes
-            message = f"The model's chat template refused these messages: {_one_line(error)}"
+            message = f"The model's chat template refused these messages: {_one_line(error)}."
             raise invalid("messages", message, "chat_template_error") from None
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
@@ -132,4 +132,4 @@ def _joined(parts: Sequence[dict[str, Any]] | None, param: str) -> str:
 
 
 def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:200] or type(error).__name__
+    return " ".join(str(error).split())[:200].rstrip(".") or type(error).__name__

@@ -125,7 +125,8 @@ class Worker:
                 if not job.cancelled.is_set():
                     self._generate(job, index)
         except RequestError as error:
-            return ApiError(400, str(error))
+            text = str(error).rstrip(".")
+            return ApiError(400, f"{text[:1].upper()}{text[1:]}.")
         except Exception as error:  # the engine boundary: one bad request must not end the server
             log.exception("a request failed; the server goes on")
             return server_error(f"The model failed on this request ({type(error).__name__}); see the server's log.")
