@@ -30,7 +30,7 @@ class Match(msgspec.Struct, frozen=True):
     where: tuple[int, ...]
     """For each ref, the index of the tier to read it from."""
     miss: Miss | None
-    """Why the hit is not longer; None when it covers every block it may."""
+    """Why the hit is not longer; None exactly when it covers every block it may."""
     limit: int
     """Blocks that could have been used: at least one token is always left to compute."""
 
@@ -46,11 +46,16 @@ def usable_blocks(groups: Sequence[GroupSpec], presence: Presence, run: int, blo
     ``run`` is how far keys and values reach in every PREFIX group. A result below it means that they are there but
     a window or a recurrent state is not.
     """
-    others = [(s, w) for s, w in zip(groups, presence, strict=True) if s.policy is not HitPolicy.PREFIX]
-    for boundary in range(run, 0, -1):
-        if all(where[i] != ABSENT for spec, where in others for i in spec.blocks_needed(boundary, block_tokens)):
-            return boundary
-    return 0
+    usable = [True] * (run + 1)
+    for spec, where in zip(groups, presence, strict=True):
+        if spec.policy is HitPolicy.PREFIX:
+            continue
+        streak = 0  # present blocks without a gap up to the boundary; makes this linear in ``run``
+        for boundary in range(1, run + 1):
+            streak = streak + 1 if where[boundary - 1] != ABSENT else 0
+            if streak < len(spec.blocks_needed(boundary, block_tokens)):
+                usable[boundary] = False
+    return next((boundary for boundary in range(run, 0, -1) if usable[boundary]), 0)
 
 
 def refs_to_load(chain: Chain, presence: Presence, blocks: int) -> tuple[tuple[BlockRef, ...], tuple[int, ...]]:

@@ -6,6 +6,9 @@ Every lookup that does not cover the whole prompt carries exactly one :class:`Mi
 
 from __future__ import annotations
 
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable
 from enum import Enum
 
 import msgspec
@@ -96,3 +99,32 @@ class Miss(msgspec.Struct, frozen=True):
 
     def __str__(self) -> str:
         return f"{self.cause.value}:{self.detail}" if self.detail else self.cause.value
+
+
+class Reasons:
+    """Why keys are not stored or could not be loaded, for the last ``limit`` of them. Thread-safe.
+
+    One entry takes about 300 bytes.
+    """
+
+    def __init__(self, limit: int = 65536) -> None:
+        self._limit = limit
+        self._lock = threading.Lock()
+        self._misses: OrderedDict[bytes, Miss] = OrderedDict()
+
+    def get(self, key: bytes) -> Miss | None:
+        return self._misses.get(key)
+
+    def remember(self, key: bytes, miss: Miss) -> None:
+        with self._lock:
+            self._misses[key] = miss
+            self._misses.move_to_end(key)
+            if len(self._misses) > self._limit:
+                self._misses.popitem(last=False)
+
+    def forget(self, keys: Iterable[bytes]) -> None:
+        """What is there after all needs no reason any more."""
+        if self._misses:
+            with self._lock:
+                for key in keys:
+                    self._misses.pop(key, None)
