@@ -95,7 +95,9 @@ FIELDS: list[tuple[dict[str, Any], str, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("body", "param", "named"), FIELDS, ids=[f"{p[:20]}-{i}" for i, (_, p, _) in enumerate(FIELDS)])
+@pytest.mark.parametrize(
+    ("body", "param", "named"), FIELDS, ids=[f"{p[:20]}-{i}" for i, (_, p, _) in enumerate(FIELDS)]
+)
 def test_a_bad_field_of_a_chat_is_named(server: Served, body: dict[str, Any], param: str, named: str) -> None:
     error = problem(server.client.post(CHAT, json=body), 400)
     assert error["type"] == "invalid_request_error"
@@ -188,7 +190,9 @@ def test_only_json_is_taken(server: Served) -> None:
     for kind in ("text/plain", "application/x-www-form-urlencoded", ""):
         error = problem(server.client.post(TEXT, content=b'{"prompt": "a"}', headers={"content-type": kind}), 415)
         assert "application/json" in error["message"]
-    good = server.client.post(TEXT, content=b'{"prompt": "a"}', headers={"content-type": "Application/JSON; charset=utf-8"})
+    good = server.client.post(
+        TEXT, content=b'{"prompt": "a"}', headers={"content-type": "Application/JSON; charset=utf-8"}
+    )
     assert good.status_code == 200
 
 
@@ -205,9 +209,11 @@ def test_a_body_too_large_is_413(server: Served, monkeypatch: pytest.MonkeyPatch
 
 
 def test_null_means_left_out_and_harmless_values_pass(server: Served) -> None:
-    nulls = dict.fromkeys(("temperature", "stop", "seed", "tools", "response_format", "stream_options"))
-    harmless = {"tools": [], "store": False, "service_tier": "auto", "parallel_tool_calls": True, "tool_choice": "none",
-                "user": "u", "metadata": {"a": "b"}, "prompt_cache_key": "k", "cache_salt": ""}  # fmt: skip
+    nulls: dict[str, Any] = dict.fromkeys(("temperature", "stop", "seed", "tools", "response_format", "stream_options"))
+    harmless: dict[str, Any] = {
+        "tools": [], "store": False, "service_tier": "auto", "parallel_tool_calls": True, "tool_choice": "none",
+        "user": "u", "metadata": {"a": "b"}, "prompt_cache_key": "k", "cache_salt": "",
+    }  # fmt: skip
     assert server.chat(**nulls).status_code == 200
     assert server.chat(**harmless).status_code == 200
 
@@ -221,7 +227,9 @@ def test_a_model_without_a_chat_template_says_so() -> None:
 
 # -- fuzz ------------------------------------------------------------------------------------------------------
 
-NAMES = sorted({*ChatRequest.__struct_fields__, *CompletionRequest.__struct_fields__, "tools", "role", "type", "zzz"} - {"stream"})
+NAMES = sorted(
+    {*ChatRequest.__struct_fields__, *CompletionRequest.__struct_fields__, "tools", "role", "type", "zzz"} - {"stream"}
+)
 leaf = st.one_of(
     st.none(), st.booleans(), st.integers(), st.integers(-3, 5), st.floats(allow_nan=False, allow_infinity=False),
     st.text(max_size=8), st.sampled_from(["user", "text", "tiny", "system", "0", "1", "\x00", "\U0001f600"]),
@@ -230,7 +238,9 @@ value = st.recursive(
     leaf,
     lambda inner: st.one_of(
         st.lists(inner, max_size=3),
-        st.dictionaries(st.one_of(st.sampled_from([*NAMES, "content", "text"]), st.text(max_size=4)), inner, max_size=3),
+        st.dictionaries(
+            st.one_of(st.sampled_from([*NAMES, "content", "text"]), st.text(max_size=4)), inner, max_size=3
+        ),
     ),
     max_leaves=8,
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -28,7 +30,7 @@ def expected(text: str, stops: list[str]) -> str:
 
 def pieces(text: str, cuts: list[int]) -> list[str]:
     at = sorted({0, len(text), *(c % (len(text) + 1) for c in cuts)})
-    return [text[a:b] for a, b in zip(at, at[1:], strict=False)]
+    return [text[a:b] for a, b in pairwise(at)]
 
 
 small = st.text(alphabet="ab\n", max_size=24)
