@@ -6,22 +6,29 @@ On an SSD it is the disk tier, on ``/dev/shm`` the shared-memory tier; the code 
     FOLDER/blocks/ab/<key>.safetensors   one file a block; ``ab`` are the key's first two digits
     FOLDER/sessions/<process>/           its lock and its unfinished files
     FOLDER/quarantine/                   the last few files that did not verify
+    FOLDER/lock                          held while somebody opens or repairs the folder
 
 A file is written under a name of its own, then renamed into place and entered in the manifest inside one write
 transaction; removal works the same way. A crash can therefore leave a file without a row or a row without a file
 only while that lock was held, and whoever opens the folder next finds the dead session and repairs both.
+
+What goes wrong later is met where it shows: a manifest that was replaced or a folder that was removed is opened
+anew by the next write, a folder that cannot be written is tried again every few seconds.
 """
+
+# Block paths are strings: one is built for every block that is read.
+# ruff: noqa: PTH110, PTH120
 
 from __future__ import annotations
 
-import contextlib
+import errno
 import logging
 import os
-import secrets
 import sqlite3
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from stemkv import block
@@ -29,316 +36,111 @@ from stemkv.block import BlockError, Record
 from stemkv.errors import StoreError
 from stemkv.keys import BlockRef
 from stemkv.misses import Cause, Miss
-from stemkv.tiers import session
+from stemkv.tiers import _disk
+from stemkv.tiers._disk import Folder, on_disk
+from stemkv.tiers._store import Store
 from stemkv.tiers.base import Tier, TierStats, io_miss
 from stemkv.tiers.explain import explain_absence
-from stemkv.tiers.manifest import Manifest, row_for
-from stemkv.tiers.repair import repair
+from stemkv.tiers.manifest import Manifest, Totals, row_for
 
 log = logging.getLogger("stemkv")
 
 DURABILITIES = ("none", "batch", "full")
-_PAGE = 4096
-_QUARANTINE_FILES = 8
-"""How many files that did not verify are kept for a look; older ones are deleted."""
-_FULL_PAUSE_S = 5.0
-"""After the disk was full, puts fail at once for this long, so that a full disk costs next to nothing."""
+RETRY_S = 5.0
+"""How long a full or unwritable folder is left alone before the next put tries again."""
+_EVICT_AT_ONCE = 256 << 20
+"""Most bytes given up in one go when the disk is full, so that one put never empties the store."""
 
 
 class FileTier(Tier):
     """Blocks as files under ``path``, at most ``max_bytes`` of them for all processes together.
 
     ``reserve_bytes`` of the file system are left free. ``durability`` says what survives a power cut: ``none``
-    leaves it to the kernel (every read verifies, so a torn file is a miss), ``batch`` syncs once per put of many
-    blocks, ``full`` syncs every file and its folder. A folder that cannot be written is served read-only, with one
-    warning. Raises StoreError (StoreFormatError for a newer format) from the constructor only.
+    leaves it to the kernel (every read verifies, so a torn file is a miss); ``batch`` puts the blocks of one put on
+    the medium before they get their names, so that no torn file is ever found; ``full`` also the folders and the
+    manifest, before put returns. A folder that cannot be written is served read-only, with one warning, and tried
+    again every ``retry_s`` seconds, as is a full disk. Raises StoreError (StoreFormatError for a newer format) from
+    the constructor only. In a forked child the tier is closed: open it after forking.
     """
 
     name = "file"
 
     def __init__(
-        self, path: str | os.PathLike[str], *, max_bytes: int, reserve_bytes: int = 256 << 20, durability: str = "none"
+        self,
+        path: str | os.PathLike[str],
+        *,
+        max_bytes: int,
+        reserve_bytes: int = 256 << 20,
+        durability: str = "none",
+        retry_s: float = RETRY_S,
     ) -> None:
         super().__init__()
         if durability not in DURABILITIES:
             raise StoreError(f"durability {durability!r} is unknown: choose one of {', '.join(DURABILITIES)}")
         self.path = Path(path).absolute()
-        self._blocks = self.path / "blocks"
+        self._folder = Folder(self.path)
         self._max_bytes, self._reserve_bytes, self._durability = max_bytes, reserve_bytes, durability
+        self._retry_s, self._full_until, self._said_full = retry_s, 0.0, False
         self._scratch = threading.local()
-        self._full_until = 0.0
-        self._closed = False
-        self._session: session.Session | None = None
-        self._manifest: Manifest | None = None
-        self._open()
-
-    def _open(self) -> None:
-        try:
-            self._blocks.mkdir(parents=True, exist_ok=True)
-            self._session = session.Session(self.path)
-        except OSError as error:
-            self._open_read_only(error)
-            return
-        self._manifest = self._open_manifest()
-        dead = session.take_over_dead(self.path)
-        if dead:
-            try:
-                fixed = repair(self._blocks, self._manifest)
-                session.forget(dead)
-                log.info("repaired %s after %d unclean ends: %s", self.path, len(dead), fixed)
-            except (OSError, sqlite3.Error):
-                log.exception("could not repair %s; its blocks are verified when they are read", self.path)
-
-    def _open_manifest(self) -> Manifest:
-        path = self.path / "manifest.sqlite3"
-        new = not path.exists()
-        try:
-            manifest = Manifest(path, durable=self._durability != "none")
-        except sqlite3.DatabaseError as error:
-            if isinstance(error, sqlite3.OperationalError):
-                raise StoreError(f"cannot open {path}: {error}") from None
-            # Not a database any more. The block files say everything the manifest needs to know.
-            log.warning("%s is damaged and is built anew from the block files", path)
-            for suffix in ("", "-wal", "-shm"):
-                with contextlib.suppress(FileNotFoundError):
-                    Path(f"{path}{suffix}").replace(f"{path}.damaged{suffix}")
-            manifest, new = Manifest(path, durable=self._durability != "none"), True
-        if new:
-            repair(self._blocks, manifest)
-        return manifest
-
-    def _open_read_only(self, why: OSError) -> None:
-        if not self.path.is_dir():
-            raise StoreError(
-                f"cannot create the store folder {self.path}: {why.strerror}; name a folder that can be written"
-            ) from None
-        log.warning("%s cannot be written (%s): serving what is stored there, storing nothing", self.path, why.strerror)
-        path = self.path / "manifest.sqlite3"
-        with contextlib.suppress(sqlite3.Error):
-            if path.exists():
-                self._manifest = Manifest(path, durable=False, read_only=True)
+        self._store = Store(self._folder, durability=durability, retry_s=retry_s)
 
     @property
     def read_only(self) -> bool:
-        return self._session is None
+        """Whether blocks are served but not stored, at the moment."""
+        return self._store.read_only
 
     # -- reading -------------------------------------------------------------------------------------------
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
-        try:
-            if self._manifest is not None and not self._closed:
-                return self._manifest.contains(keys)
-        except sqlite3.Error as error:
-            log.warning("lookup in %s failed: %s", self.path, error)
-        return [False] * len(keys)
+        found = self._present(keys)
+        return [key in found for key in keys]
 
     def fetch(self, ref: BlockRef, buffer: memoryview | None) -> tuple[memoryview, bytes]:
-        if self._closed:
+        if self._store.closed:
             raise BlockError(Cause.CLOSED)
-        size = block.record_bytes(ref.spec)
+        data = self._scratch_of(block.record_bytes(ref.spec)) if buffer is None else buffer
         try:
-            fd = os.open(self._file(ref.key), os.O_RDONLY | os.O_CLOEXEC)
+            _disk.read_file(self._folder.file(ref.key), data)
         except FileNotFoundError:
-            self._forget_lost(ref.key)
+            # Evicted just now, or deleted by hand: then its row is still there.
+            if self._present([ref.key]):
+                self._store.lost(ref.key, quarantined=0)
             raise BlockError(Cause.EVICTED) from None
-        try:
-            found = os.fstat(fd).st_size
-            if found != size:
-                raise BlockError(Cause.BAD_SIZE, f"{found} bytes, not {size}")
-            data = self._scratch_of(size) if buffer is None else buffer
-            _read_whole(fd, data)
-        finally:
-            os.close(fd)
         return data, block.take_tag(data)
 
     def explain(self, ref: BlockRef) -> Miss | None:
-        manifest = self._manifest
-        if manifest is None or self._closed:
+        reader = self._store.reader
+        if reader is None:
             return None
         try:
-            rows = manifest.query(
-                "SELECT n.id FROM blocks b JOIN namespaces n ON n.number = b.namespace "
-                "WHERE b.idx = 0 AND b.tokens_digest = ?", ref.tokens_digest,
-            ) if ref.index == 0 else []  # fmt: skip
+            first = ref.index == 0
             return explain_absence(
                 ref,
-                known=manifest.namespaces() if ref.index == 0 else (),
-                same_text={row[0] for row in rows},
-                diverged=bool(
-                    manifest.query("SELECT 1 FROM blocks WHERE needs = ? AND grp = ? LIMIT 1", ref.needs, ref.group)
-                ),
-                evicted=bool(manifest.query("SELECT 1 FROM ghosts WHERE key = ?", ref.key)),
+                known=reader.namespaces(ref.namespace.tenant_id) if first else (),
+                same_text=reader.namespaces_with(ref.tokens_digest) if first else (),
+                diverged=reader.has_successor(ref.needs, ref.group),
+                evicted=reader.is_ghost(ref.key),
             )
-        except sqlite3.Error:
+        except sqlite3.Error as error:
+            self._store.note(error)
             return None
 
     def stats(self) -> TierStats:
-        blocks = size = evicted = quarantined = 0
-        with contextlib.suppress(sqlite3.Error):
-            if self._manifest is not None and not self._closed:
-                blocks, size, evicted, quarantined = self._manifest.totals()
-        return TierStats(blocks, size, self._max_bytes, evicted, quarantined, self.read_only)
+        totals, reader = Totals(0, 0, 0, 0), self._store.reader
+        if reader is not None:
+            with suppress(sqlite3.Error):
+                totals = reader.totals()
+        quarantined = totals.quarantined + self._store.unreported()
+        return TierStats(totals.blocks, totals.bytes, self._max_bytes, totals.evicted, quarantined, self.read_only)
 
-    # -- writing -------------------------------------------------------------------------------------------
-
-    def put(self, records: Sequence[Record]) -> list[Miss | None]:
-        if self._closed:
-            return [Miss(Cause.CLOSED)] * len(records)
-        if self._session is None or self._manifest is None:
-            return [Miss(Cause.READ_ONLY)] * len(records)
-        results: list[Miss | None] = [None] * len(records)
-        written: list[tuple[int, Path]] = []
+    def _present(self, keys: Sequence[bytes]) -> set[bytes]:
+        """Those of ``keys`` that have a row and are not known to be lost."""
+        reader = self._store.reader
         try:
-            here = self._manifest.contains([r.ref.key for r in records])
-            for i, record in enumerate(records):
-                if not here[i]:
-                    outcome = self._write(record)
-                    if isinstance(outcome, Path):
-                        written.append((i, outcome))
-                    else:
-                        results[i] = outcome
-            if self._durability == "batch":
-                _sync_all([path for _, path in written])
-            self._publish(records, written, results)
-        except (OSError, sqlite3.Error) as error:
-            miss = io_miss(error) if isinstance(error, OSError) else Miss(Cause.IO_ERROR, type(error).__name__)
-            for i, _ in written:
-                results[i] = results[i] or miss
-        finally:
-            for _, path in written:
-                with contextlib.suppress(OSError):
-                    path.unlink(missing_ok=True)
-        return results
-
-    def delete(self, keys: Sequence[bytes]) -> int:
-        if self._manifest is None or self.read_only or self._closed:
-            return 0
-        count = 0
-        with contextlib.suppress(OSError, sqlite3.Error), self._manifest.transaction() as db:
-            for key in keys:
-                self._file(key).unlink(missing_ok=True)
-                count += Manifest.delete(db, key)
-        return count
-
-    def touch(self, keys: Sequence[bytes]) -> None:
-        if self._manifest is None or self.read_only or self._closed:
-            return
-        with contextlib.suppress(sqlite3.Error), self._manifest.transaction() as db:
-            Manifest.touch(db, keys)
-
-    def quarantine(self, ref: BlockRef, miss: Miss) -> None:
-        log.warning(
-            "block %s did not verify (%s); it is set aside and will be computed again", ref.key.hex()[:16], miss
-        )
-        if self._manifest is None or self.read_only or self._closed:
-            return
-        folder = self.path / "quarantine"
-        with contextlib.suppress(OSError, sqlite3.Error), self._manifest.transaction() as db:
-            folder.mkdir(exist_ok=True)
-            with contextlib.suppress(FileNotFoundError):
-                self._file(ref.key).replace(folder / f"{ref.key.hex()}-{miss.cause.value}-{secrets.token_hex(4)}")
-            Manifest.delete(db, ref.key)
-            db.execute("UPDATE totals SET quarantined = quarantined + 1")
-            kept = sorted(folder.iterdir(), key=lambda p: p.stat().st_mtime)
-            for old in kept[:-_QUARANTINE_FILES]:
-                old.unlink(missing_ok=True)
-
-    def close(self) -> None:
-        if self._closed:
-            return
-        self._closed = True
-        if self._manifest is not None:
-            self._manifest.close()
-        if self._session is not None:
-            self._session.close()
-
-    def _write(self, record: Record) -> Path | Miss:
-        """An unfinished file with the whole record, or why there is none. Makes room and tries once more when full."""
-        if len(record.data) > self._max_bytes or time.monotonic() < self._full_until:
-            return Miss(Cause.NO_SPACE)
-        for last in (False, True):
-            path = self._required_session().temporary()
-            try:
-                if self._free_bytes() - len(record.data) < self._reserve_bytes:
-                    raise OSError(28, "the reserve would be used")
-                _write_file(path, block.with_tag(record), record.data, sync=self._durability == "full")
-                return path
-            except OSError as error:
-                path.unlink(missing_ok=True)
-                if io_miss(error).cause is not Cause.NO_SPACE:
-                    return io_miss(error)
-                if last or not self._evict_bytes(4 * len(record.data)):
-                    break
-        self._full_until = time.monotonic() + _FULL_PAUSE_S
-        log.warning("no room left in %s: serving what is stored, storing nothing for now", self.path)
-        return Miss(Cause.NO_SPACE)
-
-    def _publish(self, records: Sequence[Record], written: list[tuple[int, Path]], results: list[Miss | None]) -> None:
-        if not written:
-            return
-        published: list[Path] = []
-        try:
-            with self._required_manifest().transaction() as db:
-                for i, path in written:
-                    record = records[i]
-                    size = _on_disk(len(record.data))
-                    if not self._make_room(db, size):
-                        results[i] = Miss(Cause.NO_SPACE)
-                        continue
-                    number = Manifest.namespace_number(db, record.ref.namespace)
-                    if Manifest.insert(db, row_for(record.ref, number, size, record.cost_s)):
-                        target = self._file(record.ref.key)
-                        _rename(path, target)
-                        published.append(target)
-        except BaseException:
-            for target in published:  # their rows were rolled back
-                with contextlib.suppress(OSError):
-                    target.unlink()
-            raise
-        if self._durability == "full":
-            for folder in {p.parent for p in published}:
-                _sync_folder(folder)
-
-    def _make_room(self, db: sqlite3.Connection, size: int) -> bool:
-        """Evict until ``size`` more bytes fit under the cap; inside a transaction."""
-        while True:
-            used = db.execute("SELECT bytes FROM totals").fetchone()[0]
-            if used + size <= self._max_bytes:
-                return True
-            if not self._evict(db, used + size - self._max_bytes):
-                return False
-
-    def _evict(self, db: sqlite3.Connection, nbytes: int) -> int:
-        """Remove the cheapest leaves until ``nbytes`` are freed; returns the bytes freed, 0 if nothing may go."""
-        freed = 0
-        for key, size, priority in Manifest.cheapest_leaves(db, 64 + len(self._leases)):
-            if freed >= nbytes:
-                break
-            if self.leased(key):
-                continue
-            self._file(key).unlink(missing_ok=True)
-            Manifest.delete(db, key)
-            Manifest.note_evicted(db, key, priority)
-            freed += size
-        return freed
-
-    def _evict_bytes(self, nbytes: int) -> int:
-        with self._required_manifest().transaction() as db:
-            return self._evict(db, nbytes)
-
-    def _forget_lost(self, key: bytes) -> None:
-        """The file is gone without its row: someone deleted it by hand, or it was evicted just now."""
-        if self._manifest is None or self.read_only:
-            return
-        with contextlib.suppress(sqlite3.Error), self._manifest.transaction() as db:
-            if not self._file(key).exists():
-                Manifest.delete(db, key)
-
-    # -- small things --------------------------------------------------------------------------------------
-
-    def _file(self, key: bytes) -> Path:
-        digits = key.hex()
-        return self._blocks / digits[:2] / f"{digits}.safetensors"
+            return self._store.without_gone(reader.contains(keys)) if reader is not None else set()
+        except sqlite3.Error as error:
+            self._store.note(error)
+            return set()
 
     def _scratch_of(self, size: int) -> memoryview:
         """This thread's read buffer; stays warm in the processor's cache from block to block."""
@@ -347,71 +149,165 @@ class FileTier(Tier):
             held = self._scratch.held = bytearray(size)
         return memoryview(held)[:size]
 
-    def _free_bytes(self) -> int:
-        info = os.statvfs(self.path)
-        return info.f_bavail * info.f_frsize
+    # -- writing -------------------------------------------------------------------------------------------
 
-    def _required_session(self) -> session.Session:
-        if self._session is None:
-            raise OSError(30, "read-only")
-        return self._session
-
-    def _required_manifest(self) -> Manifest:
-        if self._manifest is None:
-            raise OSError(30, "read-only")
-        return self._manifest
-
-
-def _on_disk(size: int) -> int:
-    """Bytes a file of ``size`` occupies, in whole pages, as ``du`` counts."""
-    return -(-size // _PAGE) * _PAGE
-
-
-def _read_whole(fd: int, data: memoryview) -> None:
-    done = 0
-    while done < len(data):
-        got = os.preadv(fd, [data[done:]], done)
-        if not got:
-            raise BlockError(Cause.BAD_SIZE, f"file ended after {done} bytes")
-        done += got
-
-
-def _write_file(path: Path, header: bytes, data: memoryview, *, sync: bool) -> None:
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    try:
-        parts = [memoryview(header), data[len(header) :]]
-        while parts:
-            done = os.writev(fd, parts)
-            while parts and done >= len(parts[0]):
-                done -= len(parts.pop(0))
-            if parts:
-                parts[0] = parts[0][done:]
-        if sync:
-            os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
-def _rename(source: Path, target: Path) -> None:
-    try:
-        source.rename(target)
-    except FileNotFoundError:
-        target.parent.mkdir(exist_ok=True)
-        source.rename(target)
-
-
-def _sync_all(paths: Sequence[Path]) -> None:
-    for path in paths:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    def put(self, records: Sequence[Record]) -> list[Miss | None]:
+        refusal = self._store.refusal()
+        if refusal is not None:
+            return [refusal] * len(records)
+        results: dict[int, Miss | None] = {}
+        written: dict[int, Path] = {}
         try:
-            os.fsync(fd)
+            here = self._present([r.ref.key for r in records])
+            for i, record in enumerate(records):
+                # A row alone does not count: someone may have deleted the file.
+                if record.ref.key in here and os.path.exists(self._folder.file(record.ref.key)):
+                    results[i] = None
+                    continue
+                outcome = self._write(record)
+                if isinstance(outcome, Path):
+                    written[i] = outcome
+                else:
+                    results[i] = outcome
+            if self._durability == "batch":
+                _disk.sync(written.values())
+            if written:
+                results.update(self._publish(records, written))
+        except (OSError, sqlite3.Error) as error:
+            miss = self._store.note(error)
+            for i in range(len(records)):
+                results.setdefault(i, miss)
         finally:
-            os.close(fd)
+            for path in written.values():
+                with suppress(OSError):
+                    _disk.remove(path)
+        return [results[i] for i in range(len(records))]
 
+    def delete(self, keys: Sequence[bytes]) -> int:
+        count = 0
+        if keys and self._store.refusal() is None:
+            with self._store.noting(), self._store.transaction() as db:
+                for key in keys:
+                    _disk.remove(self._folder.file(key))
+                    count += Manifest.delete(db, key)
+        return count
 
-def _sync_folder(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+    def touch(self, keys: Sequence[bytes]) -> None:
+        if keys and self._store.refusal() is None:
+            with self._store.noting(), self._store.transaction() as db:
+                Manifest.touch(db, keys)
+
+    def quarantine(self, ref: BlockRef, miss: Miss) -> None:
+        if self._store.closed:
+            return
+        log.warning(
+            "block %s did not verify (%s); it is set aside and will be computed again", ref.key.hex()[:16], miss
+        )
+        if not self.read_only:
+            with self._store.noting():
+                self._folder.set_aside(ref.key, miss.cause)
+        self._store.lost(ref.key, quarantined=1)
+
+    def close(self) -> None:
+        self._store.close()
+
+    def _write(self, record: Record) -> Path | Miss:
+        """An unfinished file with the whole record, or why there is none. Makes room and tries once more when full."""
+        size = on_disk(len(record.data))
+        if size > self._max_bytes or time.monotonic() < self._full_until:
+            return Miss(Cause.NO_SPACE)
+        for last in (False, True):
+            try:
+                path = self._write_once(record, size)
+            except OSError as error:
+                miss = io_miss(error)
+                if miss.cause is not Cause.NO_SPACE:
+                    return miss
+                if last or error.errno == errno.EFBIG or not self._give_up(size):
+                    break
+            else:
+                self._said_full = False
+                return path
+        self._full_until = time.monotonic() + self._retry_s
+        if not self._said_full:
+            log.warning("no room left in %s: serving what is stored, storing nothing for now", self.path)
+        self._said_full = True
+        return Miss(Cause.NO_SPACE)
+
+    def _write_once(self, record: Record, size: int) -> Path:
+        session = self._store.opened.session
+        if session is None:
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+        if self._free_bytes() < size:
+            raise OSError(errno.ENOSPC, "the reserve would be used")
+        header, path = block.with_tag(record), session.temporary()
+        try:
+            _disk.write_file(path, (header, record.data[len(header) :]), sync=self._durability == "full")
+        except BaseException:
+            with suppress(OSError):
+                _disk.remove(path)
+            raise
+        return path
+
+    def _publish(self, records: Sequence[Record], written: dict[int, Path]) -> dict[int, Miss | None]:
+        """Give finished files their names and rows, all or none of them; what found no room is a miss."""
+        results: dict[int, Miss | None] = {}
+        published: list[str] = []
+
+        def undo() -> None:
+            for target in published:
+                with suppress(OSError):
+                    _disk.remove(target)
+
+        with self._store.transaction(undo=undo) as db:
+            for i, path in written.items():
+                ref, size = records[i].ref, on_disk(len(records[i].data))
+                results[i] = self._make_room(db, size, ref)
+                if results[i] is not None:
+                    continue
+                number = Manifest.namespace_number(db, ref.namespace)
+                target = self._folder.file(ref.key)
+                if Manifest.insert(db, row_for(ref, number, size, records[i].cost_s)) or not os.path.exists(target):
+                    published.append(target)
+                    _disk.publish(path, target)
+            if self._durability == "full":
+                _disk.sync([*{os.path.dirname(target) for target in published}, self._folder.blocks])
+        return results
+
+    # -- room ----------------------------------------------------------------------------------------------
+
+    def _free_bytes(self) -> int:
+        """Bytes of the file system that may be used without touching the reserve; negative if it is touched."""
+        return self._folder.free_bytes() - self._reserve_bytes
+
+    def _give_up(self, size: int) -> bool:
+        """Evict for a full disk, some blocks ahead; False if that would not help or nothing may go."""
+        wanted = max(4 * size, size - self._free_bytes())
+        with self._store.transaction() as db:
+            if wanted > db.execute("SELECT bytes FROM totals").fetchone()[0] + 4 * size:
+                return False  # it is others who fill the disk
+            return self._evict(db, min(wanted, _EVICT_AT_ONCE)) > 0
+
+    def _make_room(self, db: sqlite3.Connection, size: int, ref: BlockRef) -> Miss | None:
+        """Evict until ``size`` more bytes fit under the cap; inside a transaction."""
+        while True:
+            over = db.execute("SELECT bytes FROM totals").fetchone()[0] + size - self._max_bytes
+            if over <= 0:
+                return None
+            # A block must not push out its own beginning, without which it is of no use.
+            if not self._evict(db, over, keep=ref.needs):
+                return Miss(Cause.NO_SPACE)
+
+    def _evict(self, db: sqlite3.Connection, nbytes: int, *, keep: bytes = b"") -> int:
+        """Remove the cheapest leaves until ``nbytes`` are freed; returns the bytes freed, 0 if nothing may go."""
+        freed = 0
+        for key, size, priority in Manifest.cheapest_leaves(db, 65 + len(self._leases)):
+            if freed >= nbytes:
+                break
+            if key == keep or self.leased(key):
+                continue
+            _disk.remove(self._folder.file(key))
+            Manifest.delete(db, key)
+            Manifest.note_evicted(db, key, priority)
+            freed += size
+        return freed

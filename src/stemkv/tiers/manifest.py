@@ -2,14 +2,15 @@
 
 Counts, bytes and the number of blocks that need a block are kept by triggers, so that no reader ever has to scan.
 Row and file are published and removed inside one write transaction (see file.py), which makes SQLite's write lock
-the one lock of the folder.
+the one lock of the folder. Everything here raises sqlite3.Error for faults; file.py turns them into misses.
 """
 
 from __future__ import annotations
 
 import sqlite3
 import threading
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,17 +21,23 @@ from stemkv import policy
 from stemkv.errors import StoreError, StoreFormatError
 from stemkv.identity import Identity
 from stemkv.keys import BlockRef, Namespace
+from stemkv.misses import Cause, Miss
 from stemkv.tiers.explain import GHOSTS, KnownNamespace
 
 FORMAT = 1
 APPLICATION_ID = 0x73746B76  # "stkv"
-_BUSY_MS = 30_000
-"""How long a write waits for another process's transaction before it counts as a fault."""
+WRITE_WAIT_S = 30.0
+"""How long a background write waits for another process's transaction before it counts as a fault."""
+_READ_WAIT_S = 2.0
+"""Readers wait only while another process recovers the log of a crashed one."""
+_REFRESH_S = 1.0
+"""How often a read-only tier looks whether a writer came by."""
 
 _SCHEMA = """
 CREATE TABLE namespaces (
   number INTEGER PRIMARY KEY, id BLOB NOT NULL UNIQUE, tenant BLOB NOT NULL, identity BLOB, generation INTEGER NOT NULL,
   blocks INTEGER NOT NULL DEFAULT 0);
+CREATE INDEX namespaces_by_tenant ON namespaces (tenant);
 CREATE TABLE blocks (
   key BLOB PRIMARY KEY, needs BLOB NOT NULL, namespace INTEGER NOT NULL, grp INTEGER NOT NULL, idx INTEGER NOT NULL,
   tokens_digest BLOB NOT NULL, size INTEGER NOT NULL, cost REAL NOT NULL, hits INTEGER NOT NULL,
@@ -40,8 +47,8 @@ CREATE INDEX leaves ON blocks (priority) WHERE children = 0;
 CREATE INDEX first_blocks ON blocks (tokens_digest) WHERE idx = 0;
 CREATE TABLE totals (
   one INTEGER PRIMARY KEY CHECK (one = 1), blocks INTEGER NOT NULL, bytes INTEGER NOT NULL, clock REAL NOT NULL,
-  evicted INTEGER NOT NULL, quarantined INTEGER NOT NULL);
-INSERT INTO totals VALUES (1, 0, 0, 0.0, 0, 0);
+  evicted INTEGER NOT NULL, quarantined INTEGER NOT NULL, boot TEXT NOT NULL);
+INSERT INTO totals VALUES (1, 0, 0, 0.0, 0, 0, '');
 CREATE TABLE ghosts (number INTEGER PRIMARY KEY AUTOINCREMENT, key BLOB NOT NULL UNIQUE);
 CREATE TRIGGER stored AFTER INSERT ON blocks BEGIN
   UPDATE totals SET blocks = blocks + 1, bytes = bytes + new.size;
@@ -52,6 +59,7 @@ END;
 CREATE TRIGGER removed AFTER DELETE ON blocks BEGIN
   UPDATE totals SET blocks = blocks - 1, bytes = bytes - old.size;
   UPDATE namespaces SET blocks = blocks - 1 WHERE number = old.namespace;
+  DELETE FROM namespaces WHERE number = old.namespace AND blocks = 0;
   UPDATE blocks SET children = children - 1 WHERE key = old.needs;
 END;
 """
@@ -67,125 +75,182 @@ class Row(NamedTuple):
     position: int
     tokens_digest: bytes
     size: int
+    """Bytes on disk, in whole pages."""
     cost_s: float
 
 
-class Manifest:
-    """The database of one folder. Thread-safe: lookups and writes use a connection each, behind a lock each.
+class Totals(NamedTuple):
+    """Counts of all processes together."""
 
-    Methods raise sqlite3.Error for faults; file.py turns them into misses.
-    """
+    blocks: int
+    bytes: int
+    evicted: int
+    quarantined: int
 
-    def __init__(self, path: Path, *, durable: bool, read_only: bool = False) -> None:
-        self.read_only = read_only
-        self._read_lock, self._write_lock = threading.Lock(), threading.RLock()
-        self._writer: sqlite3.Connection | None = None
-        if not read_only:
-            self._writer = self._connect(f"{path.as_uri()}?mode=rwc")
-            self._create(path)
-            self._writer.execute(f"PRAGMA synchronous={'NORMAL' if durable else 'OFF'}")
-        self._reader = self._open_reader(path)
-        self._check_format(path)
 
-    @staticmethod
-    def _connect(uri: str) -> sqlite3.Connection:
-        connection = sqlite3.connect(
-            uri, uri=True, timeout=_BUSY_MS / 1000, isolation_level=None, check_same_thread=False
-        )
-        connection.execute(f"PRAGMA busy_timeout={_BUSY_MS}")
-        return connection
+class Index:
+    """Lookups in the manifest of a folder that this process need not be able to write. Thread-safe."""
 
-    def _create(self, path: Path) -> None:
-        connection = self._require_writer()
-        self._check_format(path, connection)
-        if connection.execute("PRAGMA journal_mode").fetchone()[0] != "wal":
-            connection.execute("PRAGMA journal_mode=WAL")
-        if connection.execute("PRAGMA user_version").fetchone()[0] == 0:
-            with self.transaction():
-                if connection.execute("PRAGMA user_version").fetchone()[0] == 0:
-                    for statement in _statements(_SCHEMA):
-                        connection.execute(statement)
-                    connection.execute(f"PRAGMA application_id={APPLICATION_ID}")
-                    connection.execute(f"PRAGMA user_version={FORMAT}")
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._lock = threading.Lock()
+        self._checked_at = time.monotonic()
+        self._stamp: tuple[int, ...] | None = None
+        """How the files looked when they were opened as unchanging; None while SQLite itself sees changes."""
+        self._reader = self._open()
+        self._file = _identity_of(path)
 
-    def _open_reader(self, path: Path) -> sqlite3.Connection:
+    def _open(self) -> sqlite3.Connection:
+        stamp = _stamp(self.path)
         try:
-            reader = self._connect(f"{path.as_uri()}?mode=ro")
-            reader.execute("SELECT count(*) FROM totals").fetchone()
+            reader, self._stamp = _connect(self.path, "ro", _READ_WAIT_S), None
+            version = _checked_format(reader, self.path)
         except sqlite3.OperationalError:
-            if not self.read_only:
-                raise
-            # A folder without write permission and without a live writer: no shared memory file can be made.
-            reader = self._connect(f"{path.as_uri()}?mode=ro&immutable=1")
+            # A folder without write permission and without a live writer: SQLite cannot make its shared memory.
+            reader, self._stamp = _connect(self.path, "ro&immutable=1", _READ_WAIT_S), stamp
+            version = _checked_format(reader, self.path)
+        if not version:
+            reader.close()
+            raise sqlite3.OperationalError(f"{self.path} is empty")
         return reader
 
-    def _check_format(self, path: Path, connection: sqlite3.Connection | None = None) -> None:
-        connection = connection or self._reader
-        version = connection.execute("PRAGMA user_version").fetchone()[0]
-        if version > FORMAT:
-            raise StoreFormatError(
-                f"the store {path.parent} has format {version}, written by a newer stemkv; this one reads up to "
-                f"format {FORMAT}: upgrade stemkv or name another folder"
-            )
-        if connection.execute("PRAGMA application_id").fetchone()[0] not in (0, APPLICATION_ID):
-            raise StoreError(f"{path} is not a stemkv manifest: name another folder")
+    def moved(self) -> bool:
+        """Whether the file that was opened is no longer the manifest of the folder."""
+        return _identity_of(self.path) != self._file
 
-    def _require_writer(self) -> sqlite3.Connection:
-        if self._writer is None:
-            raise sqlite3.OperationalError("attempt to write a readonly database")
-        return self._writer
-
-    @contextmanager
-    def transaction(self) -> Iterator[sqlite3.Connection]:
-        """One write transaction; commits at the end, rolls back on any exception."""
-        with self._write_lock:
-            connection = self._require_writer()
-            connection.execute("BEGIN IMMEDIATE")
-            try:
-                yield connection
-                connection.execute("COMMIT")
-            except BaseException:
-                with suppress(sqlite3.Error):
-                    connection.execute("ROLLBACK")
-                raise
-
-    def close(self) -> None:
-        with self._write_lock, self._read_lock:
-            for connection in (self._reader, self._writer):
-                if connection is not None:
-                    connection.close()
-
-    # -- lookups -------------------------------------------------------------------------------------------
-
-    def contains(self, keys: Sequence[bytes]) -> list[bool]:
+    def contains(self, keys: Sequence[bytes]) -> set[bytes]:
+        """Those of ``keys`` that have a row."""
         found: set[bytes] = set()
-        with self._read_lock:
-            for at in range(0, len(keys), 1024):
-                share = keys[at : at + 1024]
+        with self._reading() as reader:
+            for at in range(0, len(keys), 512):
+                share = keys[at : at + 512]
                 marks = ",".join("?" * len(share))
                 found.update(
                     row[0]
-                    for row in self._reader.execute(f"SELECT key FROM blocks WHERE key IN ({marks})", share)  # noqa: S608
+                    for row in reader.execute(f"SELECT key FROM blocks WHERE key IN ({marks})", share)  # noqa: S608
                 )
-        return [key in found for key in keys]
+        return found
 
     def query(self, sql: str, *values: object) -> list[tuple[Any, ...]]:
         """A read outside any transaction."""
-        with self._read_lock:
-            return self._reader.execute(sql, values).fetchall()
+        with self._reading() as reader:
+            return reader.execute(sql, values).fetchall()
 
-    def totals(self) -> tuple[int, int, int, int]:
-        """(blocks, bytes, evicted, quarantined) of all processes together."""
-        with self._read_lock:
-            row = self._reader.execute("SELECT blocks, bytes, evicted, quarantined FROM totals").fetchone()
-        return row[0], row[1], row[2], row[3]
+    def totals(self) -> Totals:
+        return Totals(*self.query("SELECT blocks, bytes, evicted, quarantined FROM totals")[0])
 
-    def namespaces(self) -> list[KnownNamespace]:
-        with self._read_lock:
-            rows = self._reader.execute("SELECT id, tenant, identity, generation, blocks FROM namespaces").fetchall()
+    def namespaces(self, tenant_id: bytes) -> list[KnownNamespace]:
+        """What is stored for one tenant."""
+        rows = self.query("SELECT id, tenant, identity, generation, blocks FROM namespaces WHERE tenant = ?", tenant_id)
         return [KnownNamespace(i, t, _identity(raw), g, n) for i, t, raw, g, n in rows]
 
-    # -- writes, inside a transaction ----------------------------------------------------------------------
+    def namespaces_with(self, tokens_digest: bytes) -> set[bytes]:
+        """Ids of the namespaces that hold a first block with these tokens."""
+        rows = self.query(
+            "SELECT n.id FROM blocks b JOIN namespaces n ON n.number = b.namespace "
+            "WHERE b.idx = 0 AND b.tokens_digest = ?",
+            tokens_digest,
+        )
+        return {row[0] for row in rows}
+
+    def has_successor(self, needs: bytes, group: int) -> bool:
+        """Whether some block of ``group`` follows the block ``needs``."""
+        return bool(self.query("SELECT 1 FROM blocks WHERE needs = ? AND grp = ? LIMIT 1", needs, group))
+
+    def is_ghost(self, key: bytes) -> bool:
+        """Whether ``key`` was evicted lately."""
+        return bool(self.query("SELECT 1 FROM ghosts WHERE key = ?", key))
+
+    def close(self) -> None:
+        """Close every connection. Later calls raise sqlite3.ProgrammingError."""
+        with self._lock:
+            self._reader.close()
+
+    @contextmanager
+    def _reading(self) -> Iterator[sqlite3.Connection]:
+        with self._lock:
+            if self._stamp is not None and time.monotonic() - self._checked_at > _REFRESH_S:
+                self._checked_at = time.monotonic()
+                if _stamp(self.path) != self._stamp:
+                    self._reader.close()
+                    self._reader = self._open()
+            yield self._reader
+
+
+class Manifest(Index):
+    """The index with a connection of its own for writes, so that lookups never wait for this process's writes."""
+
+    def __init__(self, path: Path, *, durability: str = "none") -> None:
+        self._write_lock = threading.Lock()
+        self._writer = _connect(path, "rwc", WRITE_WAIT_S)
+        try:
+            self.new = self._prepare(path)
+            """Whether this call made the tables."""
+            level = {"none": "OFF", "batch": "NORMAL", "full": "FULL"}[durability]
+            self._writer.execute(f"PRAGMA synchronous={level}")
+            super().__init__(path)
+        except BaseException:
+            self._writer.close()
+            raise
+
+    def _prepare(self, path: Path) -> bool:
+        if _checked_format(self._writer, path):
+            return False
+        self._writer.execute("PRAGMA journal_mode=WAL")
+        with self.transaction() as db:
+            for statement in _statements(_SCHEMA):
+                db.execute(statement)
+            db.execute(f"PRAGMA application_id={APPLICATION_ID}")
+            db.execute(f"PRAGMA user_version={FORMAT}")
+        return True
+
+    @contextmanager
+    def transaction(
+        self, wait_s: float = WRITE_WAIT_S, undo: Callable[[], None] | None = None
+    ) -> Iterator[sqlite3.Connection]:
+        """One write transaction; commits at the end, rolls back on any exception.
+
+        Waits up to ``wait_s`` for other writers. ``undo`` runs before a rollback, while the lock is still held.
+        """
+        if not self._write_lock.acquire(timeout=wait_s):
+            raise sqlite3.OperationalError("database is locked by another thread")
+        try:
+            self._writer.execute(f"PRAGMA busy_timeout={int(wait_s * 1000)}")
+            self._writer.execute("BEGIN IMMEDIATE")
+            try:
+                yield self._writer
+                self._writer.execute("COMMIT")
+            except BaseException:
+                if undo is not None:
+                    undo()
+                with suppress(sqlite3.Error):
+                    self._writer.execute("ROLLBACK")
+                raise
+        finally:
+            self._write_lock.release()
+
+    def boot(self) -> str:
+        """The boot of this machine in which files and rows were last known to agree."""
+        return str(self.query("SELECT boot FROM totals")[0][0])
+
+    def intact(self, boot: str, *, suspect: bool) -> bool:
+        """Whether SQLite finds the database sound; reads all of it if ``suspect`` or not written in ``boot``."""
+        try:
+            if not suspect and self.boot() in ("", boot):
+                return True
+            return bool(self.query("PRAGMA quick_check(1)")[0][0] == "ok")
+        except sqlite3.Error as error:
+            if damaged(error):
+                return False
+            raise
+
+    def close(self) -> None:
+        super().close()
+        # The last connection to close folds the log into the database; that may fail on a full disk and is redone.
+        with self._write_lock, suppress(sqlite3.Error):
+            self._writer.close()
+
+    # -- inside a transaction ------------------------------------------------------------------------------
 
     @staticmethod
     def namespace_number(db: sqlite3.Connection, namespace: Namespace) -> int:
@@ -197,6 +262,14 @@ class Manifest:
             values,
         )
         return int(db.execute("SELECT number FROM namespaces WHERE id = ?", (namespace.id,)).fetchone()[0])
+
+    @staticmethod
+    def bare_namespace_number(db: sqlite3.Connection, namespace_id: bytes, generation: int) -> int:
+        """The row of a namespace of which only a block's header is known; nobody is told about it."""
+        db.execute(
+            "INSERT OR IGNORE INTO namespaces (id, tenant, generation) VALUES (?, x'', ?)", (namespace_id, generation)
+        )
+        return int(db.execute("SELECT number FROM namespaces WHERE id = ?", (namespace_id,)).fetchone()[0])
 
     @staticmethod
     def insert(db: sqlite3.Connection, row: Row) -> bool:
@@ -233,6 +306,61 @@ class Manifest:
         number = db.execute("INSERT OR REPLACE INTO ghosts (key) VALUES (?)", (key,)).lastrowid
         db.execute("DELETE FROM ghosts WHERE number <= ?", ((number or 0) - GHOSTS,))
 
+    @staticmethod
+    def recount(db: sqlite3.Connection) -> None:
+        """Compute anew what triggers keep, in case a power cut took only some pages."""
+        db.execute(
+            "UPDATE totals SET blocks = (SELECT count(*) FROM blocks), "
+            "bytes = (SELECT coalesce(sum(size), 0) FROM blocks)"
+        )
+        db.execute(
+            "UPDATE blocks SET children = (SELECT count(*) FROM blocks AS c WHERE c.needs = blocks.key) "
+            "WHERE children != (SELECT count(*) FROM blocks AS c WHERE c.needs = blocks.key)"
+        )
+        db.execute("UPDATE namespaces SET blocks = (SELECT count(*) FROM blocks WHERE namespace = namespaces.number)")
+
+
+def damaged(error: sqlite3.Error) -> bool:
+    """Whether ``error`` says that the database itself is broken, not that it cannot be reached."""
+    return type(error) is sqlite3.DatabaseError or str(error).startswith(("no such table", "no such column"))
+
+
+def fault(error: OSError | sqlite3.Error) -> Miss:
+    """The miss for a fault of the manifest: ``no-space``, ``read-only`` or ``io-error:<NAME>``."""
+    text = str(error)
+    if "full" in text:
+        return Miss(Cause.NO_SPACE)
+    if "readonly" in text:
+        return Miss(Cause.READ_ONLY)
+    # sqlite_errorname came with Python 3.11
+    return Miss(Cause.IO_ERROR, getattr(error, "sqlite_errorname", None) or type(error).__name__)
+
+
+def row_for(ref: BlockRef, namespace: int, size: int, cost_s: float) -> Row:
+    """The manifest row of a record that is being stored."""
+    return Row(ref.key, ref.needs, namespace, ref.group, ref.index, ref.tokens_digest, size, cost_s)
+
+
+def _connect(path: Path, mode: str, wait_s: float) -> sqlite3.Connection:
+    return sqlite3.connect(
+        f"{path.as_uri()}?mode={mode}", uri=True, timeout=wait_s, isolation_level=None, check_same_thread=False
+    )
+
+
+def _checked_format(connection: sqlite3.Connection, path: Path) -> int:
+    """The format of a manifest, 0 for an empty database. Raises StoreError for anybody else's database."""
+    application = connection.execute("PRAGMA application_id").fetchone()[0]
+    version = int(connection.execute("PRAGMA user_version").fetchone()[0])
+    if application == APPLICATION_ID and version > FORMAT:
+        raise StoreFormatError(
+            f"the store {path.parent} has format {version}, written by a newer stemkv; this one reads up to "
+            f"format {FORMAT}: upgrade stemkv or name another folder"
+        )
+    empty = not connection.execute("SELECT 1 FROM sqlite_master LIMIT 1").fetchone()
+    if application != APPLICATION_ID and (application or version or not empty):
+        raise StoreError(f"{path} is a database, but not a stemkv manifest: name another folder")
+    return version
+
 
 def _statements(script: str) -> Iterator[str]:
     """The statements of a schema; executescript would commit the transaction that surrounds it."""
@@ -251,6 +379,19 @@ def _identity(raw: bytes | None) -> Identity | None:
         return None  # written by a version with other fields
 
 
-def row_for(ref: BlockRef, namespace: int, size: int, cost_s: float) -> Row:
-    """The manifest row of a record that is being stored."""
-    return Row(ref.key, ref.needs, namespace, ref.group, ref.index, ref.tokens_digest, size, cost_s)
+def _identity_of(path: Path) -> tuple[int, int] | None:
+    try:
+        info = path.stat()
+    except OSError:
+        return None
+    return info.st_dev, info.st_ino
+
+
+def _stamp(path: Path) -> tuple[int, ...]:
+    """Changes whenever somebody writes the manifest."""
+    stamp: tuple[int, ...] = ()
+    for name in (path, f"{path}-wal"):
+        with suppress(OSError):
+            info = Path(name).stat()
+            stamp += (info.st_ino, info.st_size, info.st_mtime_ns)
+    return stamp

@@ -5,17 +5,16 @@ from __future__ import annotations
 import os
 import sqlite3
 import struct
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-import msgspec
-
 from stemkv import block
-from stemkv.block import BlockError
+from stemkv.block import BlockError, Metadata
+from stemkv.tiers._disk import Folder, on_disk, open_regular, remove
 from stemkv.tiers.manifest import Manifest, Row
 
-_LARGEST_HEADER = 1 << 20
-"""No header of ours is larger; checked before anything is allocated."""
+_MAX_NUMBER = 2**63 - 1
 
 
 class Repaired(NamedTuple):
@@ -24,81 +23,99 @@ class Repaired(NamedTuple):
     adopted: int = 0
     """Files that had no row and are good block files by their header."""
     removed_files: int = 0
-    """Files that had no row and are not."""
+    """Files with a block's name that had no row and are not."""
     removed_rows: int = 0
     """Rows whose file is gone."""
 
 
-def repair(blocks: Path, manifest: Manifest) -> Repaired:
+def repair(folder: Folder, manifest: Manifest, boot: str) -> Repaired:
     """Adopt or remove files without a row, remove rows without a file, recount. Raises OSError, sqlite3.Error.
 
     Runs under the manifest's write lock, so other processes may be at work. Adopted files are verified when read,
-    like all others.
+    like all others. Only names that a block file can have are touched. ``boot`` is noted as the boot of the machine
+    in which files and rows agree.
     """
     adopted = removed = lost = 0
     with manifest.transaction() as db:
-        rows = {bytes(key): False for (key,) in db.execute("SELECT key FROM blocks")}
-        for path, key in _files(blocks):
-            if key is not None and key in rows:
-                rows[key] = True
-                continue
-            row = _row(db, path) if key is not None else None
-            if row is not None and row.key == key and Manifest.insert(db, row):
+        missing = {bytes(key) for (key,) in db.execute("SELECT key FROM blocks")}
+        for path, key in _block_files(folder):
+            if key in missing:
+                missing.discard(key)
+            elif _adopt(db, path, key):
                 adopted += 1
             else:
-                path.unlink(missing_ok=True)
+                _discard(path)
                 removed += 1
-        for key in [key for key, seen in rows.items() if not seen]:
+        for key in missing:
             lost += Manifest.delete(db, key)
+        Manifest.recount(db)
+        db.execute("UPDATE totals SET boot = ?", (boot,))
     return Repaired(adopted, removed, lost)
 
 
-def _files(blocks: Path) -> list[tuple[Path, bytes | None]]:
-    """Everything in the block folders, with the key its name stands for, None if it is no block's name."""
-    found: list[tuple[Path, bytes | None]] = []
-    with os.scandir(blocks) as folders:
-        for folder in [f for f in folders if f.is_dir(follow_symlinks=False)]:
-            with os.scandir(folder) as entries:
+def _block_files(folder: Folder) -> Iterator[tuple[str, bytes]]:
+    """Everything in the block folders that has a block's name."""
+    with os.scandir(folder.blocks) as groups:
+        for group in [g for g in groups if g.is_dir(follow_symlinks=False)]:
+            with os.scandir(group) as entries:
                 for entry in entries:
-                    stem, _, suffix = entry.name.partition(".")
-                    good = suffix == "safetensors" and len(stem) == 64 and stem[:2] == folder.name
-                    try:
-                        found.append((Path(entry.path), bytes.fromhex(stem) if good else None))
-                    except ValueError:
-                        found.append((Path(entry.path), None))
-    return found
+                    key = folder.key_of(group.name, entry.name)
+                    if key is not None:
+                        yield entry.path, key
 
 
-def _row(db: sqlite3.Connection, path: Path) -> Row | None:
-    """The row for a block file, read from its header; None if it is not a whole block file."""
+def _adopt(db: sqlite3.Connection, path: str, key: bytes) -> bool:
+    """Enter a block file that has no row; False if it is not a whole block file of that name."""
     try:
-        with path.open("rb") as file:
-            (length,) = struct.unpack("<Q", file.read(8))
-            if not 0 < length <= _LARGEST_HEADER:
-                return None
-            meta, tensors = block.parse_header(file.read(length))
-            size = os.fstat(file.fileno()).st_size
-        if size != 8 + length + max(t["data_offsets"][1] for t in tensors.values()):
-            return None
-        group, tokens = int(meta.group), int(meta.tokens)
-        number = db.execute(
-            "INSERT INTO namespaces (id, tenant, generation) VALUES (?, x'', ?) "
-            "ON CONFLICT (id) DO UPDATE SET generation = excluded.generation RETURNING number",
-            (bytes.fromhex(meta.namespace), int(meta.generation)),
-        ).fetchone()[0]
-        needs = bytes.fromhex(meta.anchor if group else meta.parent)
-        return Row(
-            bytes.fromhex(meta.key), needs, number, group, int(meta.first_token) // tokens,
-            bytes.fromhex(meta.tokens_digest), -(-size // 4096) * 4096, float(meta.cost),
-        )  # fmt: skip
-    except (
-        OSError,
-        BlockError,
-        struct.error,
-        msgspec.MsgspecError,
-        ValueError,
-        KeyError,
-        TypeError,
-        ZeroDivisionError,
-    ):
-        return None
+        meta, size = _read_header(path)
+        needs = meta.anchor if _number(meta.group) else meta.parent
+        row = Row(
+            _digest(meta.key),
+            _digest(needs),
+            Manifest.bare_namespace_number(db, _digest(meta.namespace), _number(meta.generation)),
+            _number(meta.group),
+            _number(meta.first_token) // max(1, _number(meta.tokens)),
+            _digest(meta.tokens_digest),
+            on_disk(size),
+            float(meta.cost),
+        )
+    except (OSError, BlockError, ValueError, KeyError, TypeError, struct.error):
+        return False
+    return row.key == key and Manifest.insert(db, row)
+
+
+def _read_header(path: str) -> tuple[Metadata, int]:
+    """Metadata and size of a whole block file. Raises OSError, BlockError or ValueError for anything else."""
+    fd = open_regular(path)
+    try:
+        size = os.fstat(fd).st_size
+        (length,) = struct.unpack("<Q", os.pread(fd, 8, 0))
+        if not 0 < length <= block.MAX_HEADER_BYTES:
+            raise ValueError("header length")
+        meta, tensors = block.parse_header(os.pread(fd, length, 8))
+    finally:
+        os.close(fd)
+    if size != 8 + length + max(t["data_offsets"][1] for t in tensors.values()):
+        raise ValueError("size")
+    return meta, size
+
+
+def _number(text: str) -> int:
+    """A decimal from a header. Raises ValueError if it is none, or not one that SQLite can hold."""
+    if not (text.isascii() and text.isdigit() and len(text) < 20 and int(text) <= _MAX_NUMBER):
+        raise ValueError("number")
+    return int(text)
+
+
+def _digest(text: str) -> bytes:
+    raw = bytes.fromhex(text)
+    if len(raw) != 32:
+        raise ValueError("digest")
+    return raw
+
+
+def _discard(path: str) -> None:
+    try:
+        remove(path)
+    except OSError:  # a folder with a block's name: not ours to empty, but out of the way
+        Path(path).rename(f"{path}.not-a-block")
