@@ -101,7 +101,7 @@ class Tier(ABC):
         except BlockError as error:
             return self._failed(ref, error.miss)
         except OSError as error:
-            return io_miss(error)
+            return io_miss(error, reading=True)
 
     def _get_one(self, index: int, ref: BlockRef, sink: Sink, sealer: Sealer) -> Miss | None:
         try:
@@ -111,7 +111,7 @@ class Tier(ABC):
         except BlockError as error:
             return self._failed(ref, error.miss)
         except OSError as error:
-            return io_miss(error)
+            return io_miss(error, reading=True)
         if buffer is not None and (data is not buffer or sealer.seals):
             buffer[block.header_bytes(ref.spec) :] = payload
         sink.accept(index, payload)
@@ -163,10 +163,10 @@ class Tier(ABC):
         return key in self._leases
 
 
-def io_miss(error: OSError) -> Miss:
-    """The miss for an operating-system error: ``no-space``, ``read-only`` or ``io-error:<NAME>``."""
-    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+def io_miss(error: OSError, *, reading: bool = False) -> Miss:
+    """The miss for an operating-system error: ``io-error:<NAME>``, when writing also ``no-space`` or ``read-only``."""
+    if not reading and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return Miss(Cause.NO_SPACE)
-    if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
+    if not reading and error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
         return Miss(Cause.READ_ONLY)
     return Miss(Cause.IO_ERROR, errno.errorcode.get(error.errno or 0, type(error).__name__))

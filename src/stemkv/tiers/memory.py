@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import threading
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -25,6 +26,12 @@ class _Entry:
     """Entries here that need this one."""
 
 
+@dataclass(slots=True)
+class _Known:
+    namespace: Namespace
+    blocks: int = 0
+
+
 class MemoryTier(Tier):
     """Holds records as they are, sealed if they came sealed. ``max_bytes`` bounds their total size."""
 
@@ -38,7 +45,10 @@ class MemoryTier(Tier):
         self._children: dict[bytes, set[bytes]] = {}
         self._leaves: list[tuple[float, int, bytes]] = []
         self._order = itertools.count()
-        self._namespaces: dict[bytes, tuple[Namespace, int]] = {}
+        self._known: dict[bytes, dict[bytes, _Known]] = {}
+        """By tenant id, then by namespace id: the namespaces that have blocks here."""
+        self._first: dict[bytes, Counter[bytes]] = {}
+        """By tokens digest: the ids of the namespaces that hold a first block with these tokens."""
         self._ghosts = Ghosts()
         self._bytes = 0
         self._clock = 0.0
@@ -85,18 +95,12 @@ class MemoryTier(Tier):
     def explain(self, ref: BlockRef) -> Miss | None:
         with self._lock:
             known = [
-                KnownNamespace(n.id, n.tenant_id, n.identity, n.generation, blocks)
-                for n, blocks in self._namespaces.values()
+                KnownNamespace(
+                    k.namespace.id, k.namespace.tenant_id, k.namespace.identity, k.namespace.generation, k.blocks
+                )
+                for k in self._known.get(ref.namespace.tenant_id, {}).values()
             ]
-            same_text = (
-                {
-                    e.record.ref.namespace.id
-                    for e in self._entries.values()
-                    if e.record.ref.index == 0 and e.record.ref.tokens_digest == ref.tokens_digest
-                }
-                if ref.index == 0
-                else set()
-            )
+            same_text = set(self._first.get(ref.tokens_digest, ())) if ref.index == 0 else set()
             diverged = any(self._entries[k].record.ref.group == ref.group for k in self._children.get(ref.needs, ()))
             return explain_absence(
                 ref, known=known, same_text=same_text, diverged=diverged, evicted=ref.key in self._ghosts
@@ -112,7 +116,9 @@ class MemoryTier(Tier):
             self._entries.clear()
             self._children.clear()
             self._leaves.clear()
-            self._namespaces.clear()
+            self._known.clear()
+            self._first.clear()
+            self._ghosts = Ghosts()
             self._bytes = 0
 
     # Everything below is called with the lock held.
@@ -123,7 +129,7 @@ class MemoryTier(Tier):
             return Miss(Cause.CLOSED)
         if key in self._entries:
             return None
-        if not self._make_room(size):
+        if not self._make_room(size, keep=record.ref.needs):
             return Miss(Cause.NO_SPACE)
         entry = _Entry(record, 1, 0.0, len(self._children.get(key, ())))
         self._entries[key] = entry
@@ -131,14 +137,14 @@ class MemoryTier(Tier):
         parent = self._entries.get(record.ref.needs)
         if parent is not None:
             parent.children += 1
-        namespace, blocks = self._namespaces.get(record.ref.namespace.id, (record.ref.namespace, 0))
-        self._namespaces[namespace.id] = (namespace, blocks + 1)
+        self._count(record.ref, 1)
         self._bytes += size
         self._ghosts.discard(key)
         self._rank(entry)
         return None
 
-    def _make_room(self, size: int) -> bool:
+    def _make_room(self, size: int, keep: bytes) -> bool:
+        """Evict until ``size`` more bytes fit; never ``keep``, the block without which the new one is of no use."""
         if size > self._max_bytes:
             return False
         kept: list[tuple[float, int, bytes]] = []
@@ -147,7 +153,7 @@ class MemoryTier(Tier):
             entry = self._entries.get(item[2])
             if entry is None or entry.children or entry.priority != item[0]:
                 continue  # outdated: the entry went, grew a suffix or was ranked anew
-            if self.leased(item[2]):
+            if item[2] == keep or self.leased(item[2]):
                 kept.append(item)
                 continue
             self._clock = max(self._clock, entry.priority)
@@ -170,8 +176,24 @@ class MemoryTier(Tier):
             parent.children -= 1
             if not parent.children:
                 self._push(parent)
-        namespace, blocks = self._namespaces[ref.namespace.id]
-        self._namespaces[namespace.id] = (namespace, blocks - 1)
+        self._count(ref, -1)
+
+    def _count(self, ref: BlockRef, change: int) -> None:
+        """Keep what :meth:`explain` needs, and only for namespaces that have blocks."""
+        tenant = self._known.setdefault(ref.namespace.tenant_id, {})
+        known = tenant.setdefault(ref.namespace.id, _Known(ref.namespace))
+        known.blocks += change
+        if not known.blocks:
+            del tenant[ref.namespace.id]
+            if not tenant:
+                del self._known[ref.namespace.tenant_id]
+        if ref.index == 0:
+            first = self._first.setdefault(ref.tokens_digest, Counter())
+            first[ref.namespace.id] += change
+            if not first[ref.namespace.id]:
+                del first[ref.namespace.id]
+            if not first:
+                del self._first[ref.tokens_digest]
 
     def _rank(self, entry: _Entry) -> None:
         entry.priority = policy.priority(self._clock, entry.hits, entry.record.cost_s, len(entry.record.data))
