@@ -84,6 +84,7 @@ class FakeEngine:
         prompt: Sequence[int],
         sampling: Sampling,
         *,
+        scope: str = "",
         on_lookup: Callable[[Lookup], None],
         on_token: Callable[[int, TokenLogprob | None], bool],
         cancelled: Callable[[], bool],

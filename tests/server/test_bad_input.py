@@ -45,7 +45,7 @@ FIELDS: list[tuple[dict[str, Any], str, str]] = [
     ({"messages": HI, "x" * 500: 1}, "x" * 80, "Unknown parameter"),
     ({"messages": HI, "tools": [{"type": "function"}]}, "tools", "'tools' is not supported"),
     ({"messages": HI, "tool_choice": "required"}, "tool_choice", "not supported"),
-    ({"messages": HI, "cache_salt": "x"}, "cache_salt", "not supported"),
+    ({"messages": HI, "cache_salt": "x" * 257}, "cache_salt", "256"),
     ({"messages": HI, "reasoning_effort": "low"}, "reasoning_effort", "not supported"),
     ({"messages": HI, "response_format": {"type": "json_object"}}, "response_format.type", "json_object"),
     ({"messages": HI, "response_format": {"type": "text", "x": 1}}, "response_format.x", "response_format.x"),

@@ -75,6 +75,20 @@ def test_the_second_request_starts_from_the_cache_and_says_so(server: Served) ->
     assert lookups == server.metric("stemkv_hit_tokens_total") + server.metric("stemkv_miss_tokens_total")
 
 
+def test_a_salt_shares_nothing_with_other_salts_or_none(server: Served) -> None:
+    prompt = "The same words for everybody, and everybody computes them alone. " * 3
+
+    def cached(**fields: str) -> int:
+        response = server.complete(prompt, temperature=0, max_tokens=1, **fields)
+        assert server.pool.flush(10)
+        return int(response.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+    assert cached() == 0
+    assert cached(cache_salt="a") == 0
+    assert cached(cache_salt="b") == 0
+    assert all(cached(**fields) > 0 for fields in ({}, {"cache_salt": "a"}, {"cache_salt": "b"}))
+
+
 def test_greedy_is_repeatable_and_equals_the_model_alone(server: Served) -> None:
     text = answer(server)
     assert answer(server) == text

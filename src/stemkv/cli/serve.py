@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import logging
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -109,7 +110,8 @@ def _serve(arguments: argparse.Namespace, settings: Settings, sock: Any, pool: P
     with Progress("loading the model") as bar:
         loaded = load_model(arguments.model, dtype=arguments.dtype, revision=arguments.revision,
                             device=arguments.device, progress=_Steps(bar))  # fmt: skip
-    engine = _engine(loaded, settings, pool)
+        bar.update(1, 1)
+        engine = _engine(loaded, settings, pool)
     name = arguments.model_name or loaded.name
     worker = Worker(engine, decoder(loaded.tokenizer), max_queue=settings.max_queue)
     prompts = Prompts(loaded.tokenizer, context_length=engine.context_length, vocab_size=engine.vocab_size)
@@ -117,6 +119,9 @@ def _serve(arguments: argparse.Namespace, settings: Settings, sock: Any, pool: P
     server = Server(app, sock, worker, pool, drain_s=settings.drain_s, say=_say)
     stored = server.run(ready=lambda: _introduce(loaded, name, settings, pool, url(sock), keyed=bool(keys)))
     _say("stopped; everything computed is stored" if stored else "stopped; some writes did not finish in time")
+    if not worker.join(0.0):  # still inside a long computation that nobody waits for
+        sys.stdout.flush()
+        os._exit(0)
     return 0
 
 

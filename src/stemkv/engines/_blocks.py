@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -10,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from stemkv.engines._arena import Arena
 from stemkv.engines._groups import TO_DTYPE, Plan, states_of
 from stemkv.engines._layers import GrowingLayer
 from stemkv.identity import GroupSpec, HitPolicy
@@ -26,17 +26,39 @@ class Row(NamedTuple):
     tokens: list[int]
 
 
-def tensors_in(spec: GroupSpec, payload: memoryview) -> list[Tensor]:
-    """The tensors of a block, as views of its payload. Write to them only if ``payload`` is writable."""
-    # torch.frombuffer warns about read-only memory, which this only reads; so it is handed the bare address.
-    address = np.frombuffer(payload, np.uint8).__array_interface__["data"][0]
-    raw = (ctypes.c_ubyte * spec.payload_bytes).from_address(address)
+_RAW = {1: (torch.uint8, np.uint8), 2: (torch.int16, np.int16), 4: (torch.int32, np.int32), 8: (torch.int64, np.int64)}
+"""The integer type by which elements of a size are moved: numpy has no bfloat16."""
+
+
+def arrays_in(spec: GroupSpec, payload: memoryview) -> list[np.ndarray]:
+    """The tensors of a block as integer arrays, views of its payload."""
     views, at = [], 0
     for t in spec.tensors:
-        dtype = TO_DTYPE[t.dtype]
-        views.append(torch.frombuffer(raw, dtype=dtype, count=t.nbytes // dtype.itemsize, offset=at).view(t.shape))
+        kind = _RAW[TO_DTYPE[t.dtype].itemsize][1]
+        views.append(np.frombuffer(payload, kind, t.nbytes // kind().itemsize, at).reshape(t.shape))
         at += t.nbytes
     return views
+
+
+def write(tensor: Tensor, array: np.ndarray) -> None:
+    """Copy ``array`` (integers) into ``tensor``, bit for bit."""
+    # Host copies go through numpy: torch would start a team of threads in each of the pool's reading threads.
+    if tensor.device.type == "cpu":
+        _raw(tensor).numpy()[...] = array
+    else:
+        _raw(tensor).copy_(torch.from_numpy(np.broadcast_to(array, tensor.shape).copy()))
+
+
+def read(tensor: Tensor, array: np.ndarray) -> None:
+    """Copy ``tensor`` into ``array`` (integers), bit for bit."""
+    if tensor.device.type == "cpu":
+        array[...] = _raw(tensor).numpy()
+    else:
+        array[...] = _raw(tensor).cpu().numpy()
+
+
+def _raw(tensor: Tensor) -> Tensor:
+    return tensor.detach().view(_RAW[tensor.dtype.itemsize][0])
 
 
 class Stack(NamedTuple):
@@ -46,23 +68,23 @@ class Stack(NamedTuple):
     whole: Tensor | None
     """The same as one ``[layers, rows, heads, columns, dim]`` tensor where the layers still share their storage."""
 
-    def put(self, block: Tensor, rows: slice, start: int, stop: int) -> None:
+    def put(self, block: np.ndarray, rows: slice, start: int, stop: int) -> None:
         """Write the first columns of ``block`` ``[layers, heads, tokens, dim]`` to columns ``start:stop`` of ``rows``."""
         block = block[:, None, :, : stop - start]
         if self.whole is not None:
-            self.whole[:, rows, :, start:stop].copy_(block)
+            write(self.whole[:, rows, :, start:stop], block)
             return
         for layer, part in zip(self.layers, block, strict=True):
-            layer[rows, :, start:stop].copy_(part)
+            write(layer[rows, :, start:stop], part)
 
-    def take(self, block: Tensor, row: int, start: int) -> None:
+    def take(self, block: np.ndarray, row: int, start: int) -> None:
         """Copy columns from ``start`` on of ``row`` into ``block``."""
         stop = start + block.shape[2]
         if self.whole is not None:
-            block.copy_(self.whole[:, row, :, start:stop])
+            read(self.whole[:, row, :, start:stop], block)
             return
         for layer, part in zip(self.layers, block, strict=True):
-            part.copy_(layer[row, :, start:stop])
+            read(layer[row, :, start:stop], part)
 
     def zero(self, rows: slice, stop: int) -> None:
         for layer in self.layers:
@@ -72,8 +94,9 @@ class Stack(NamedTuple):
 class Buffers:
     """The layers of one call and the buffers behind them."""
 
-    def __init__(self, plan: Plan, rows: int) -> None:
+    def __init__(self, plan: Plan, rows: int, arena: Arena) -> None:
         self.plan = plan
+        self._arena = arena
         self.rows = rows
         self.layers = plan.make_layers()
         self._stacks: dict[int, tuple[Stack, Stack]] = {}
@@ -98,9 +121,9 @@ class Buffers:
         shape = (self.rows, heads, capacity, dim)
         devices = [self.plan.devices[i] for i in spec.layers]
         if len(set(devices)) == 1:
-            whole = torch.empty((len(devices), *shape), dtype=dtype, device=devices[0])
+            whole = self._arena.empty((len(devices), *shape), dtype, devices[0])
             return Stack(tuple(whole), whole)
-        return Stack(tuple(torch.empty(shape, dtype=dtype, device=d) for d in devices), None)
+        return Stack(tuple(self._arena.empty(shape, dtype, d) for d in devices), None)
 
     def stacks(self, group: int) -> tuple[Stack, Stack]:
         """Keys and values of a group as they are now: layers may have moved to other buffers meanwhile."""
@@ -140,19 +163,19 @@ class Buffers:
                 copies[group] = [torch.stack([s[t.name][row] for s in states]) for t in spec.tensors]
         return copies
 
-    def set_state(self, group: int, rows: slice, tensors: Sequence[Tensor]) -> None:
+    def set_state(self, group: int, rows: slice, arrays: Sequence[np.ndarray]) -> None:
         """Write one row's recurrent state into ``rows`` and mark it as there."""
         spec = self.plan.groups[group]
         for position, index in enumerate(spec.layers):
             layer, device = self.layers[index], self.plan.devices[index]
-            for t, stacked in zip(spec.tensors, tensors, strict=True):
+            for t, stacked in zip(spec.tensors, arrays, strict=True):
                 kind, number = ("conv", int(t.name[4:])) if t.name.startswith("conv") else ("state", int(t.name[5:]))
                 states = layer.conv_states if kind == "conv" else layer.recurrent_states
                 if states[number] is None:
                     shape = torch.empty((self.rows, *t.shape[1:]), dtype=TO_DTYPE[t.dtype], device=device)
                     name = "conv_states" if kind == "conv" else "recurrent_states"
                     layer.lazy_initialization(**{name: shape, "state_idx": number})
-                states[number][rows].copy_(stacked[position])
+                write(states[number][rows], stacked[position])
                 layer.has_previous_state[number] = True
 
 
@@ -165,16 +188,16 @@ class LoadInto(Sink):
 
     def accept(self, index: int, payload: memoryview) -> None:
         ref = self._match.refs[index]
-        tensors = tensors_in(ref.spec, payload)
+        arrays = arrays_in(ref.spec, payload)
         if ref.spec.policy is HitPolicy.EXACT:
-            self._buffers.set_state(ref.group, self._rows, tensors)
+            self._buffers.set_state(ref.group, self._rows, arrays)
             return
         stacks, dropped = self._stacks[ref.group]
         start = self._row.pad + ref.first_token
         stop = min(start + ref.token_count, self._columns)
         if stop > start:
-            for stack, tensor in zip(stacks, tensors, strict=True):
-                stack.put(tensor, self._rows, start - dropped, stop - dropped)
+            for stack, array in zip(stacks, arrays, strict=True):
+                stack.put(array, self._rows, start - dropped, stop - dropped)
 
 
 class CopyOut:
@@ -187,11 +210,11 @@ class CopyOut:
 
     def fill(self, ref: BlockRef, payload: memoryview) -> None:
         """Write the payload of ``ref``."""
-        tensors = tensors_in(ref.spec, payload)
+        arrays = arrays_in(ref.spec, payload)
         if ref.spec.policy is HitPolicy.EXACT:
-            for tensor, state in zip(tensors, self._states[ref.index][ref.group], strict=True):
-                tensor.copy_(state)
+            for array, state in zip(arrays, self._states[ref.index][ref.group], strict=True):
+                read(state, array)
             return
         stacks, dropped = self._stacks[ref.group]
-        for stack, tensor in zip(stacks, tensors, strict=True):
-            stack.take(tensor, self._at, self._pad + ref.first_token - dropped)
+        for stack, array in zip(stacks, arrays, strict=True):
+            stack.take(array, self._at, self._pad + ref.first_token - dropped)

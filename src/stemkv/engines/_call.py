@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, StoppingCriteria
 
+from stemkv.engines._arena import Arena
 from stemkv.engines._blocks import Buffers, CopyOut, Row
 from stemkv.engines._groups import Plan
 from stemkv.engines._request import Request
@@ -31,7 +32,14 @@ class Call:
     """The cache of one call, from what was loaded to what is stored. Not reused."""
 
     def __init__(
-        self, model: Any, plan: Plan, pool: Pool, namespace: Namespace, request: Request, chains: Sequence[Chain]
+        self,
+        model: Any,
+        plan: Plan,
+        pool: Pool,
+        namespace: Namespace,
+        request: Request,
+        chains: Sequence[Chain],
+        arena: Arena,
     ) -> None:
         assert request.ids is not None
         self.model, self.plan, self.pool, self.namespace = model, plan, pool, namespace
@@ -40,7 +48,8 @@ class Call:
         self.prompt_columns = int(request.ids.shape[1])
         self.loaded = self.covered = 0
         """Columns of the prompt that were loaded, and that the cache has (loaded or computed ahead)."""
-        self.buffers = Buffers(plan, len(request.rows) * request.expand)
+        self._arena = arena
+        self.buffers = Buffers(plan, len(request.rows) * request.expand, arena)
         self.cache = DynamicCache()
         self.started = time.perf_counter()
         self._stored = [0] * len(request.rows) * request.expand
@@ -65,7 +74,7 @@ class Call:
                 dropped[group] = (
                     rows[0].pad + spec.blocks_needed(blocks[0], self.block_tokens).start * self.block_tokens
                 )
-        self.buffers = Buffers(self.plan, len(rows) * self.request.expand)
+        self.buffers = Buffers(self.plan, len(rows) * self.request.expand, self._arena)
         room = min(self.request.new_tokens, max(256, self.prompt_columns))
         self.buffers.allocate(self.prompt_columns + room + 1, columns, dropped)
         for number, row in enumerate(rows):

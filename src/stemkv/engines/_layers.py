@@ -139,6 +139,8 @@ class GrowingLayer:
                 for t in (key_states, value_states)
             )
             self.frozen = 0
+        elif not _fits(keys, key_states):
+            raise RuntimeError(f"rows, heads or dtype of the new keys do not fit a cache of {tuple(keys.shape)}")
         elif needed > keys.shape[2] or self.get_seq_length() < self.frozen:
             drop = 0
             if self.window and not self.hold and not self.record_past:

@@ -30,6 +30,10 @@ class Request(NamedTuple):
     mask: Tensor | None
     """Attention mask with a zero for every padding column; None if there is none."""
     rows: tuple[Row, ...]
+    """The prompts; empty if they cannot be told."""
+    batch: int
+    columns: int
+    """Prompts and their padded length, also where ``rows`` is empty."""
     expand: int
     """Rows of the cache for each prompt (beams or returned sequences)."""
     follows_text: bool
@@ -47,12 +51,15 @@ def read_request(model: Any, arguments: Mapping[str, Any], context: int | None) 
     longest = max((len(row.tokens) for row in rows), default=0)
     if context is not None and longest > context:
         raise RequestError(f"the prompt has {longest} tokens, more than the model's context of {context}; shorten it")
+    shape = tuple((ids if ids is not None else _some_input(arguments)).shape)
     beams = int(setting(model, arguments, "num_beams") or 1)
     expand = max(beams, int(setting(model, arguments, "num_return_sequences") or 1))
     return Request(
         ids=ids,
         mask=mask,
         rows=rows,
+        batch=shape[0] if shape else 1,
+        columns=shape[1] if len(shape) > 1 else 0,
         expand=expand,
         follows_text=beams == 1,
         new_tokens=_new_tokens(model, arguments, 0 if ids is None else ids.shape[-1]),
@@ -89,6 +96,11 @@ def _prompt(model: Any, arguments: Mapping[str, Any]) -> tuple[Tensor | None, Te
     if mask is None:
         mask = _inferred_mask(model, arguments, ids)
     return ids, mask
+
+
+def _some_input(arguments: Mapping[str, Any]) -> Tensor:
+    """Whatever else the model is given as its prompt."""
+    return next((v for v in arguments.values() if isinstance(v, Tensor) and v.ndim > 1), torch.empty(1, 0))
 
 
 def _inferred_mask(model: Any, arguments: Mapping[str, Any], ids: Tensor) -> Tensor | None:

@@ -6,12 +6,14 @@ a server without a model (its tests, its ``--help``) does not pay for the import
 
 from __future__ import annotations
 
+import hashlib
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import msgspec
 
+from stemkv.keys import framed
 from stemkv.misses import Miss
 
 _GREEDY_BELOW = 1e-4
@@ -81,6 +83,7 @@ class Engine(Protocol):
         prompt: Sequence[int],
         sampling: Sampling,
         *,
+        scope: str = "",
         on_lookup: Callable[[Lookup], None],
         on_token: Callable[[int, TokenLogprob | None], bool],
         cancelled: Callable[[], bool],
@@ -88,7 +91,8 @@ class Engine(Protocol):
         """Generate until ``on_token`` returns True, ``cancelled`` does, an end token or ``sampling.max_tokens``.
 
         ``on_lookup`` is called once, before anything is computed. Blocks. Returns normally when cancelled, also in
-        the middle of a long prompt. Raises RequestError for what the caller can mend.
+        the middle of a long prompt. Prompts of different ``scope`` share nothing. Raises RequestError for what the
+        caller can mend.
         """
 
 
@@ -110,6 +114,7 @@ class TextEngine:
         prompt: Sequence[int],
         sampling: Sampling,
         *,
+        scope: str = "",
         on_lookup: Callable[[Lookup], None],
         on_token: Callable[[int, TokenLogprob | None], bool],
         cancelled: Callable[[], bool],
@@ -133,6 +138,7 @@ class TextEngine:
                 logits_processor=[logits],
                 stopping_criteria=[_Stop(lambda: tokens.stopped or cancelled())],
                 streamer=tokens,
+                tenant=_scoped(self._cache.tenant, scope) if scope else None,
                 on_report=lambda report: on_lookup(_lookup(report)),
             )
         except CancelledError:
@@ -167,6 +173,11 @@ class TextEngine:
         if config["do_sample"]:
             config |= {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
         return GenerationConfig(**config)
+
+
+def _scoped(tenant: str, scope: str) -> str:
+    """A tenant of its own for each scope inside ``tenant``; no scope reaches another tenant's or an unscoped one's."""
+    return hashlib.sha256(framed("stemkv-scope-1", tenant, scope)).hexdigest()
 
 
 def _lookup(report: Any) -> Lookup:

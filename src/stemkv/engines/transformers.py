@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import threading
 import time
@@ -14,6 +15,7 @@ import msgspec
 from torch import Tensor
 from transformers import StoppingCriteriaList
 
+from stemkv.engines._arena import Arena
 from stemkv.engines._blocks import LoadInto
 from stemkv.engines._call import Call, Progress, Watch
 from stemkv.engines._groups import survey
@@ -98,6 +100,9 @@ class PrefixCache:
         """Faults of the cache that were turned into uncached computing."""
         self._inner = base_model(model)
         self._plan = survey(self._inner, block_tokens)
+        # Padding runs through recurrent states, and shifts positions unless the model takes them from outside.
+        positions = "position_ids" in inspect.signature(self._inner.forward).parameters
+        self._padding_shapes_kv = self._plan.has(HitPolicy.EXACT) or not positions
         self._weight_files = None if weight_files is None else list(weight_files)
         self._block_tokens = block_tokens
         self._chunk = max(1, prefill_chunk // block_tokens) * block_tokens
@@ -107,6 +112,7 @@ class PrefixCache:
         self._identities: OrderedDict[Any, Identity] = OrderedDict()
         self._recent: OrderedDict[bytes, None] = OrderedDict()
         self._lock = threading.Lock()
+        self._arena = Arena()
         self.identity  # noqa: B018  computed now, so that a model that cannot be identified fails here
 
     @property
@@ -161,7 +167,7 @@ class PrefixCache:
             try:
                 namespace = self.namespace(tenant)
                 chains = [Chain(namespace, row.tokens) for row in request.rows]
-                call = Call(self._inner, self._plan, self.pool, namespace, request, chains)
+                call = Call(self._inner, self._plan, self.pool, namespace, request, chains, self._arena)
                 rows = self._load(call, started + self._load_timeout_s)
             except Exception as error:  # the boundary at which faults of the cache end
                 call, rows = None, self._unserved(request, Miss(Cause.IO_ERROR, type(error).__name__))
@@ -240,8 +246,8 @@ class PrefixCache:
         return tuple(rows)
 
     def _unstable(self, request: Request) -> Miss | None:
-        """Some rotary embeddings rescale once a text is long: its KV then depends on the length, not only the text."""
-        if self._plan.has(HitPolicy.EXACT) and any(row.pad for row in request.rows):
+        """Where KV would depend on more than the text: on padding, or on the text's length (rescaled positions)."""
+        if self._padding_shapes_kv and any(row.pad for row in request.rows):
             return Miss(Cause.NOT_CACHEABLE, "padding")
         longest = max((len(row.tokens) for row in request.rows), default=0)
         if self._stable_context is not None and longest > self._stable_context:
@@ -250,7 +256,9 @@ class PrefixCache:
 
     @staticmethod
     def _unserved(request: Request, miss: Miss | None) -> tuple[RowReport, ...]:
-        return tuple(RowReport(len(row.tokens), 0, miss) for row in request.rows)
+        if request.rows:
+            return tuple(RowReport(len(row.tokens), 0, miss) for row in request.rows)
+        return (RowReport(request.columns, 0, miss),) * request.batch
 
     def _boundaries(self, call: Call) -> list[int]:
         """Where (in blocks) to keep recurrent states: the last usable boundary, and where texts were seen to part."""

@@ -95,7 +95,7 @@ class Channel:
         elif self.lookup is not None:
             why = f" ({self.lookup.miss})" if self.lookup.miss else ""
             log.info(
-                "%d prompt tokens, %d cached%s; first token after %.2f s, %d tokens in %.2f s",
-                self.usage.prompt_tokens, self.usage.cached_tokens, why,
+                "%s prompt tokens, %s cached%s; first token after %.2f s, %d tokens in %.2f s",
+                f"{self.usage.prompt_tokens:,}", f"{self.usage.cached_tokens:,}", why,
                 self._first_token_s, self.usage.completion_tokens, took,
             )  # fmt: skip

@@ -77,6 +77,7 @@ class Job:
         *,
         n: int = 1,
         stops: Sequence[str] = (),
+        scope: str = "",
         echo: Sequence[str] = (),
         emit: Callable[[Event], None] = lambda _event: None,
     ) -> None:
@@ -85,6 +86,8 @@ class Job:
         """One for each prompt: room for the answer depends on the prompt's length."""
         self.n = n
         self.stops = stops
+        self.scope = scope
+        """The caller's ``cache_salt``: prompts with different ones share nothing."""
         self.echo = echo
         """Text put before the answer, one for each prompt; empty for none."""
         self.emit = emit

@@ -57,6 +57,8 @@ class Common(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     logit_bias: Annotated[dict[str, Bias], Meta(max_length=1024)] = {}
     stream: bool = False
     stream_options: StreamOptions | None = None
+    cache_salt: Annotated[str, Meta(max_length=256)] = ""
+    """Requests with different salts share nothing; the salt works inside the caller's own tenant only."""
     # Labels that change nothing in the answer
     user: str = ""
     safety_identifier: str = ""
@@ -146,7 +148,6 @@ class CompletionRequest(Common, frozen=True, kw_only=True, forbid_unknown_fields
 
 HARMLESS: dict[str, tuple[object, ...]] = {
     "best_of": (1,),
-    "cache_salt": ("",),
     "functions": ([],),
     "modalities": (["text"],),
     "parallel_tool_calls": (True, False),

@@ -35,7 +35,7 @@ class Prompts:
         if len(prompts) * request.n > MAX_CHOICES:
             raise invalid("n", f"{len(prompts)} prompts with n={request.n} make more than {MAX_CHOICES} choices.")
         sampling = [self._sampling(request, len(prompt), param) for prompt in prompts]
-        return Job(prompts, sampling, n=request.n, stops=request.stops, echo=echo)
+        return Job(prompts, sampling, n=request.n, stops=request.stops, scope=request.cache_salt, echo=echo)
 
     def _sampling(self, request: ChatRequest | CompletionRequest, length: int, param: str) -> Sampling:
         wanted, name = request.limit()

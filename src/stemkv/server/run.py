@@ -130,7 +130,7 @@ class Server:
             os._exit(128 + number)
         count = self._worker.running + self._worker.waiting
         left = f"finishing {count} request{'s' if count > 1 else ''} (at most {self._drain_s:g} s)" if count else ""
-        self._say(f"stopping: {left + ', then ' if left else ''}finishing writes; again to stop at once")
+        self._say(f"stopping: {left + ', then ' if left else ''}finishing writes; a second signal stops at once")
         self._drain()
 
     def _drain(self) -> None:

@@ -149,6 +149,7 @@ class Worker:
         self.engine.generate(
             prompt,
             sampling,
+            scope=job.scope,
             on_lookup=on_lookup,
             on_token=on_token,
             cancelled=job.cancelled.is_set,
