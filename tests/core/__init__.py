@@ -1,0 +1,1 @@
+"""Tests of the format, the keys and the pool."""
