@@ -25,8 +25,8 @@ ORDER = {
     "tensors": "name dtype shape",
 }
 METADATA = [
-    "format", "key", "parent", "anchor", "namespace", "identity", "generation", "first_token", "tokens", "tokens_digest",
-    "group", "codec", "codec_params", "layout", "created", "cost", "key_id", "nonce", "tag",
+    "format", "key", "parent", "anchor", "namespace", "identity", "generation", "first_token", "tokens",
+    "tokens_digest", "group", "codec", "codec_params", "layout", "created", "cost", "key_id", "nonce", "tag",
 ]  # fmt: skip
 WIDTH = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2, "U8": 1}
 
