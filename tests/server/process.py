@@ -6,10 +6,8 @@ import os
 import re
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import httpx
@@ -21,10 +19,13 @@ class Process:
     """A running server; ends with the ``with`` block at the latest. Only the process started here is signalled."""
 
     def __init__(self, model: str | Path, store: Path, *options: str) -> None:
-        self._out, self._err = (tempfile.NamedTemporaryFile("w+", suffix=f".{n}") for n in ("out", "err"))  # noqa: SIM115
+        self._out, self._err = (
+            store.with_name(f"{store.name}.{os.urandom(4).hex()}.{kind}") for kind in ("out", "err")
+        )
         command = [sys.executable, "-m", "stemkv.cli.main", "serve", str(model), "--port", "0", "--store", str(store)]
         environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
-        self._process = subprocess.Popen([*command, *options], stdout=self._out, stderr=self._err, env=environment)
+        with self._out.open("wb") as out, self._err.open("wb") as err:
+            self._process = subprocess.Popen([*command, *options], stdout=out, stderr=err, env=environment)
         self.address = self._wait_for_address()
 
     def ask(self, prompt: str, *, headers: dict[str, str] | None = None, **fields: Any) -> httpx.Response:
@@ -56,14 +57,12 @@ class Process:
 
     def output(self) -> tuple[str, str]:
         """What it wrote so far to stdout and stderr."""
-        return Path(self._out.name).read_text(), Path(self._err.name).read_text()
+        return self._out.read_text(), self._err.read_text()
 
-    def __enter__(self) -> Process:
+    def __enter__(self) -> Process:  # noqa: PYI034 - Self is younger than Python 3.10
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._process.poll() is None:
             self._process.kill()
             self._process.wait()
