@@ -12,7 +12,8 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import msgspec
 
@@ -124,7 +125,10 @@ class Tier(ABC):
 
     @abstractmethod
     def put(self, records: Sequence[Record]) -> list[Miss | None]:
-        """Store records; None where the block is now here (also if it already was). Blocks; may evict others."""
+        """Store records; None where the block is now here (also if it already was). Blocks.
+
+        May evict others, but neither one of these records nor what one of them needs; see :meth:`holding`.
+        """
 
     @abstractmethod
     def delete(self, keys: Sequence[bytes]) -> int:
@@ -157,6 +161,16 @@ class Tier(ABC):
                 self._leases[key] -= 1
                 if self._leases[key] <= 0:
                     del self._leases[key]
+
+    @contextmanager
+    def holding(self, records: Sequence[Record]) -> Iterator[None]:
+        """Lease ``records`` and the blocks they need while they are stored, so that they do not push out each other."""
+        keys = [key for record in records for key in (record.ref.key, record.ref.needs)]
+        self.lease(keys)
+        try:
+            yield
+        finally:
+            self.release(keys)
 
     def leased(self, key: bytes) -> bool:
         """Whether ``key`` is under lease in this process."""

@@ -31,7 +31,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from stemkv import block
+from stemkv import block, policy
 from stemkv.block import BlockError, Record
 from stemkv.errors import StoreError
 from stemkv.keys import BlockRef
@@ -157,31 +157,37 @@ class FileTier(Tier):
             return [refusal] * len(records)
         results: dict[int, Miss | None] = {}
         written: dict[int, Path] = {}
-        try:
-            here = self._present([r.ref.key for r in records])
-            for i, record in enumerate(records):
-                # A row alone does not count: someone may have deleted the file.
-                if record.ref.key in here and os.path.exists(self._folder.file(record.ref.key)):
-                    results[i] = None
-                    continue
-                outcome = self._write(record)
-                if isinstance(outcome, Path):
-                    written[i] = outcome
-                else:
-                    results[i] = outcome
-            if self._durability == "batch":
-                _disk.sync(written.values())
-            if written:
-                results.update(self._publish(records, written))
-        except (OSError, sqlite3.Error) as error:
-            miss = self._store.note(error)
-            for i in range(len(records)):
-                results.setdefault(i, miss)
-        finally:
-            for path in written.values():
-                with suppress(OSError):
-                    _disk.remove(path)
+        with self.holding(records):
+            try:
+                self._put(records, results, written)
+            except (OSError, sqlite3.Error) as error:
+                miss = self._store.note(error)
+                for i in range(len(records)):
+                    results.setdefault(i, miss)
+            finally:
+                for path in written.values():
+                    with suppress(OSError):
+                        _disk.remove(path)
         return [results[i] for i in range(len(records))]
+
+    def _put(self, records: Sequence[Record], results: dict[int, Miss | None], written: dict[int, Path]) -> None:
+        """Fill ``results`` as far as it gets; ``written`` are files that still have to be removed."""
+        here = self._present([key for r in records for key in (r.ref.key, r.ref.needs)])
+        for i, record in enumerate(records):
+            # A row alone does not count: someone may have deleted the file.
+            if record.ref.key in here and os.path.exists(self._folder.file(record.ref.key)):
+                results[i] = None
+                continue
+            outcome = self._write(record, needed_is_here=record.ref.needs in here)
+            if isinstance(outcome, Path):
+                written[i] = outcome
+                here.add(record.ref.key)
+            else:
+                results[i] = outcome
+        if self._durability == "batch":
+            _disk.sync(written.values())
+        if written:
+            results.update(self._publish(records, written))
 
     def delete(self, keys: Sequence[bytes]) -> int:
         count = 0
@@ -211,7 +217,7 @@ class FileTier(Tier):
     def close(self) -> None:
         self._store.close()
 
-    def _write(self, record: Record) -> Path | Miss:
+    def _write(self, record: Record, *, needed_is_here: bool) -> Path | Miss:
         """An unfinished file with the whole record, or why there is none. Makes room and tries once more when full."""
         size = on_disk(len(record.data))
         if size > self._max_bytes or time.monotonic() < self._full_until:
@@ -223,7 +229,8 @@ class FileTier(Tier):
                 miss = io_miss(error)
                 if miss.cause is not Cause.NO_SPACE:
                     return miss
-                if last or error.errno == errno.EFBIG or not self._give_up(size):
+                may_evict = policy.may_evict(record.ref, needed_is_here=needed_is_here) and error.errno != errno.EFBIG
+                if last or not may_evict or not self._give_up(size):
                     break
             else:
                 self._said_full = False
@@ -284,27 +291,29 @@ class FileTier(Tier):
         """Evict for a full disk, some blocks ahead; False if that would not help or nothing may go."""
         wanted = max(4 * size, size - self._free_bytes())
         with self._store.transaction() as db:
-            if wanted > db.execute("SELECT bytes FROM totals").fetchone()[0] + 4 * size:
+            if wanted > Manifest.used_bytes(db) + 4 * size:
                 return False  # it is others who fill the disk
             return self._evict(db, min(wanted, _EVICT_AT_ONCE)) > 0
 
     def _make_room(self, db: sqlite3.Connection, size: int, ref: BlockRef) -> Miss | None:
-        """Evict until ``size`` more bytes fit under the cap; inside a transaction."""
-        while True:
-            over = db.execute("SELECT bytes FROM totals").fetchone()[0] + size - self._max_bytes
-            if over <= 0:
-                return None
-            # A block must not push out its own beginning, without which it is of no use.
-            if not self._evict(db, over, keep=ref.needs):
+        """Evict until ``size`` more bytes fit under the cap, for ``ref``; inside a transaction."""
+        over = Manifest.used_bytes(db) + size - self._max_bytes
+        if over > 0 and not policy.may_evict(ref, needed_is_here=Manifest.has(db, ref.needs)):
+            return Miss(Cause.NO_SPACE)
+        while over > 0:
+            freed = self._evict(db, over)
+            if not freed:
                 return Miss(Cause.NO_SPACE)
+            over -= freed
+        return None
 
-    def _evict(self, db: sqlite3.Connection, nbytes: int, *, keep: bytes = b"") -> int:
-        """Remove the cheapest leaves until ``nbytes`` are freed; returns the bytes freed, 0 if nothing may go."""
+    def _evict(self, db: sqlite3.Connection, nbytes: int) -> int:
+        """Remove the cheapest unleased leaves until ``nbytes`` are freed; the bytes freed, 0 if nothing may go."""
         freed = 0
-        for key, size, priority in Manifest.cheapest_leaves(db, 65 + len(self._leases)):
+        for key, size, priority in Manifest.cheapest_leaves(db, 64 + len(self._leases)):
             if freed >= nbytes:
                 break
-            if key == keep or self.leased(key):
+            if self.leased(key):
                 continue
             _disk.remove(self._folder.file(key))
             Manifest.delete(db, key)

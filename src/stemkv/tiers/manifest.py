@@ -41,9 +41,9 @@ CREATE INDEX namespaces_by_tenant ON namespaces (tenant);
 CREATE TABLE blocks (
   key BLOB PRIMARY KEY, needs BLOB NOT NULL, namespace INTEGER NOT NULL, grp INTEGER NOT NULL, idx INTEGER NOT NULL,
   tokens_digest BLOB NOT NULL, size INTEGER NOT NULL, cost REAL NOT NULL, hits INTEGER NOT NULL,
-  priority REAL NOT NULL, children INTEGER NOT NULL) WITHOUT ROWID;
+  priority REAL NOT NULL, used INTEGER NOT NULL, children INTEGER NOT NULL) WITHOUT ROWID;
 CREATE INDEX blocks_by_needs ON blocks (needs);
-CREATE INDEX leaves ON blocks (priority) WHERE children = 0;
+CREATE INDEX leaves ON blocks (priority, used) WHERE children = 0;
 CREATE INDEX first_blocks ON blocks (tokens_digest) WHERE idx = 0;
 CREATE TABLE totals (
   one INTEGER PRIMARY KEY CHECK (one = 1), blocks INTEGER NOT NULL, bytes INTEGER NOT NULL, clock REAL NOT NULL,
@@ -277,12 +277,22 @@ class Manifest(Index):
         clock = db.execute("SELECT clock FROM totals").fetchone()[0]
         children = db.execute("SELECT count(*) FROM blocks WHERE needs = ?", (row.key,)).fetchone()[0]
         rank = policy.priority(clock, 1, row.cost_s, row.size)
-        done = db.execute("INSERT OR IGNORE INTO blocks VALUES (?,?,?,?,?,?,?,?,1,?,?)", (*row, rank, children))
+        done = db.execute(
+            "INSERT OR IGNORE INTO blocks VALUES (?,?,?,?,?,?,?,?,1,?,?,?)", (*row, rank, time.time_ns(), children)
+        )
         return done.rowcount == 1
 
     @staticmethod
     def delete(db: sqlite3.Connection, key: bytes) -> bool:
         return db.execute("DELETE FROM blocks WHERE key = ?", (key,)).rowcount == 1
+
+    @staticmethod
+    def has(db: sqlite3.Connection, key: bytes) -> bool:
+        return db.execute("SELECT 1 FROM blocks WHERE key = ?", (key,)).fetchone() is not None
+
+    @staticmethod
+    def used_bytes(db: sqlite3.Connection) -> int:
+        return int(db.execute("SELECT bytes FROM totals").fetchone()[0])
 
     @staticmethod
     def touch(db: sqlite3.Connection, keys: Sequence[bytes]) -> None:
@@ -291,13 +301,14 @@ class Manifest(Index):
             row = db.execute("SELECT hits, cost, size FROM blocks WHERE key = ?", (key,)).fetchone()
             if row is not None:
                 rank = policy.priority(clock, row[0] + 1, row[1], row[2])
-                db.execute("UPDATE blocks SET hits = hits + 1, priority = ? WHERE key = ?", (rank, key))
+                values = (rank, time.time_ns(), key)
+                db.execute("UPDATE blocks SET hits = hits + 1, priority = ?, used = ? WHERE key = ?", values)
 
     @staticmethod
     def cheapest_leaves(db: sqlite3.Connection, count: int) -> list[tuple[bytes, int, float]]:
-        """(key, size, priority) of blocks that no other needs, lowest priority first."""
+        """(key, size, priority) of blocks that no other needs, lowest priority first, then unused longest."""
         return db.execute(
-            "SELECT key, size, priority FROM blocks WHERE children = 0 ORDER BY priority LIMIT ?", (count,)
+            "SELECT key, size, priority FROM blocks WHERE children = 0 ORDER BY priority, used LIMIT ?", (count,)
         ).fetchall()
 
     @staticmethod

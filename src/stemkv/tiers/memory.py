@@ -74,12 +74,12 @@ class MemoryTier(Tier):
                 self._quarantined += 1
 
     def put(self, records: Sequence[Record]) -> list[Miss | None]:
-        with self._lock:
+        with self.holding(records), self._lock:
             return [self._put_one(record) for record in records]
 
     def delete(self, keys: Sequence[bytes]) -> int:
         with self._lock:
-            here = [key for key in keys if key in self._entries]
+            here = [key for key in dict.fromkeys(keys) if key in self._entries]
             for key in here:
                 self._remove(key)
             return len(here)
@@ -129,7 +129,7 @@ class MemoryTier(Tier):
             return Miss(Cause.CLOSED)
         if key in self._entries:
             return None
-        if not self._make_room(size, keep=record.ref.needs):
+        if not self._make_room(size, record.ref):
             return Miss(Cause.NO_SPACE)
         entry = _Entry(record, 1, 0.0, len(self._children.get(key, ())))
         self._entries[key] = entry
@@ -143,9 +143,11 @@ class MemoryTier(Tier):
         self._rank(entry)
         return None
 
-    def _make_room(self, size: int, keep: bytes) -> bool:
-        """Evict until ``size`` more bytes fit; never ``keep``, the block without which the new one is of no use."""
-        if size > self._max_bytes:
+    def _make_room(self, size: int, ref: BlockRef) -> bool:
+        """Evict until ``size`` more bytes fit for ``ref``, never what is leased."""
+        if self._bytes + size <= self._max_bytes:
+            return True
+        if size > self._max_bytes or not policy.may_evict(ref, needed_is_here=ref.needs in self._entries):
             return False
         kept: list[tuple[float, int, bytes]] = []
         while self._bytes + size > self._max_bytes and self._leaves:
@@ -153,7 +155,7 @@ class MemoryTier(Tier):
             entry = self._entries.get(item[2])
             if entry is None or entry.children or entry.priority != item[0]:
                 continue  # outdated: the entry went, grew a suffix or was ranked anew
-            if item[2] == keep or self.leased(item[2]):
+            if self.leased(item[2]):
                 kept.append(item)
                 continue
             self._clock = max(self._clock, entry.priority)
