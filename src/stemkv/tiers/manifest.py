@@ -39,9 +39,9 @@ CREATE TABLE namespaces (
   blocks INTEGER NOT NULL DEFAULT 0);
 CREATE INDEX namespaces_by_tenant ON namespaces (tenant);
 CREATE TABLE blocks (
-  key BLOB PRIMARY KEY, needs BLOB NOT NULL, namespace INTEGER NOT NULL, grp INTEGER NOT NULL, idx INTEGER NOT NULL,
+  key BLOB NOT NULL UNIQUE, needs BLOB NOT NULL, namespace INTEGER NOT NULL, grp INTEGER NOT NULL, idx INTEGER NOT NULL,
   tokens_digest BLOB NOT NULL, size INTEGER NOT NULL, cost REAL NOT NULL, hits INTEGER NOT NULL,
-  priority REAL NOT NULL, used INTEGER NOT NULL, children INTEGER NOT NULL) WITHOUT ROWID;
+  priority REAL NOT NULL, used INTEGER NOT NULL, children INTEGER NOT NULL);
 CREATE INDEX blocks_by_needs ON blocks (needs);
 CREATE INDEX leaves ON blocks (priority, used) WHERE children = 0;
 CREATE INDEX first_blocks ON blocks (tokens_digest) WHERE idx = 0;
