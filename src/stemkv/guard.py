@@ -23,10 +23,13 @@ _T = TypeVar("_T")
 
 
 class Guard:
-    """The methods of one tier that the pool uses. Thread-safe as far as the tier is; none raises."""
+    """The methods of one tier that the pool uses. Thread-safe as far as the tier is; none raises.
 
-    def __init__(self, tier: Tier, metrics: Metrics) -> None:
-        self.tier, self.name = tier, tier.name
+    ``name`` is the tier's in counters and causes.
+    """
+
+    def __init__(self, tier: Tier, name: str, metrics: Metrics) -> None:
+        self.tier, self.name = tier, name
         self._metrics = metrics
 
     def _calling(self, name: str) -> _Call:
@@ -50,7 +53,7 @@ class Guard:
         share = _Share(sink, indexes)
         results: list[Miss | None] = [None] * len(refs)
         with self._calling("get") as call:
-            results = _lined_up(self.tier.get(refs, share, sealer=sealer, deadline=deadline), len(refs))
+            results = _misses(self.tier.get(refs, share, sealer=sealer, deadline=deadline), len(refs))
             if any(miss is None and i not in share.outcome for i, miss in enumerate(results)):
                 raise ValueError("a hit was not handed over")
         return [miss or share.outcome.get(i, call.fault) for i, miss in enumerate(results)]
@@ -64,13 +67,13 @@ class Guard:
     def put(self, records: Sequence[Record]) -> list[Miss | None]:
         """Store records; None where the block is now here."""
         with self._calling("put") as call:
-            return _lined_up(self.tier.put(records), len(records))
+            return _misses(self.tier.put(records), len(records))
         return [call.fault] * len(records)
 
     def explain(self, ref: BlockRef) -> Miss | None:
         """Why ``ref`` is not here, if the tier knows."""
         with self._calling("explain") as call:
-            return self.tier.explain(ref)
+            return _misses([self.tier.explain(ref)], 1)[0]
         return call.fault
 
     def touch(self, keys: Sequence[bytes]) -> None:
@@ -92,6 +95,13 @@ class Guard:
         """Close the tier."""
         with self._calling("close"):
             self.tier.close()
+
+
+def guarded(tiers: Sequence[Tier], metrics: Metrics) -> tuple[Guard, ...]:
+    """Guards of ``tiers``, with the tiers' names, and a number where a nearer one has the same name."""
+    own = [tier.name for tier in tiers]
+    names = [f"{name}-{before + 1}" if (before := own[:i].count(name)) else name for i, name in enumerate(own)]
+    return tuple(Guard(tier, name, metrics) for tier, name in zip(tiers, names, strict=True))
 
 
 class _Call:
@@ -136,4 +146,10 @@ class _Share(Sink):
 def _lined_up(results: list[_T], count: int) -> list[_T]:
     if len(results) != count:
         raise ValueError(f"{len(results)} results for {count} blocks")
+    return results
+
+
+def _misses(results: list[Miss | None], count: int) -> list[Miss | None]:
+    if not all(miss is None or isinstance(miss, Miss) for miss in _lined_up(results, count)):
+        raise TypeError("a result is neither None nor a Miss")
     return results

@@ -12,7 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple, Protocol, TypeVar
 
 from stemkv import block
-from stemkv.guard import Guard
+from stemkv.guard import Guard, guarded
 from stemkv.keys import BlockRef, Chain
 from stemkv.match import ABSENT, Match, Presence, refs_to_load, usable_blocks
 from stemkv.metrics import Metrics
@@ -73,7 +73,7 @@ class Pool:
         self.sealer = sealer or Sealer()
         self.metrics = Metrics()
         self.writer = Writer(queue_bytes)
-        self._guards = tuple(Guard(tier, self.metrics) for tier in tiers)
+        self._guards = guarded(tiers, self.metrics)
         self._threads = ThreadPoolExecutor(read_threads, thread_name_prefix="stemkv-read")
         self._read_threads = read_threads
         self._pending_wait_s = pending_wait_s

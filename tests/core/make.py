@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import threading
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,6 +16,7 @@ from stemkv.misses import Miss
 from stemkv.pool import Pool
 from stemkv.sealing import Sealer
 from stemkv.tiers.base import Sink
+from stemkv.tiers.memory import MemoryTier
 
 BLOCK_TOKENS = 4
 PREFIX = GroupSpec(HitPolicy.PREFIX, (0, 1), (TensorSpec("k", "BF16", (2, 4)), TensorSpec("v", "BF16", (2, 4))))
@@ -114,3 +117,37 @@ def fetched(pool: Pool, of: Chain) -> tuple[int, Miss | None]:
     assert not failed
     assert sink.payloads == {i: content(ref) for i, ref in enumerate(match.refs)}
     return match.blocks, match.miss
+
+
+class Named(MemoryTier):
+    """A memory tier with a name of its own."""
+
+    def __init__(self, name: str, blocks: int = 1000) -> None:
+        super().__init__(blocks * block.record_bytes(PREFIX))
+        self.name = name
+
+
+def two(near: int = 1000, far: int = 1000, **options: float) -> tuple[Pool, Named, Named]:
+    tiers = Named("near", near), Named("far", far)
+    return Pool(tiers, **options), *tiers  # type: ignore[arg-type]
+
+
+class Slow(Source):
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self._seconds = seconds
+
+    def fill(self, ref: BlockRef, payload: memoryview) -> None:
+        time.sleep(self._seconds)
+        super().fill(ref, payload)
+
+
+class Gated(Source):
+    def __init__(self) -> None:
+        super().__init__()
+        self.entered, self.opened = threading.Event(), threading.Event()
+
+    def fill(self, ref: BlockRef, payload: memoryview) -> None:
+        self.entered.set()
+        assert self.opened.wait(10)
+        super().fill(ref, payload)
