@@ -75,7 +75,7 @@ def restore(loaded: Loaded, store: Path) -> dict[str, Any]:
     cache = PrefixCache(loaded.model, pool, weight_files=loaded.weight_files)
     warm_up(loaded)
     warm = ours(cache, prompt(0, tail=1), REUSED)
-    report = cache.last_report.rows[0]
+    report = cache.last_report
     cold = plain(loaded, prompt(1))
     data = kept(loaded, prompt(0))
     handed = min(direct(loaded, data, prompt(0, tail=t)) for t in (2, 3))

@@ -38,11 +38,11 @@ def options() -> str:
 
 def cli_help(verb: str) -> Callable[[], str]:
     def text() -> str:
-        from stemkv.cli.main import build_parser  # noqa: PLC0415
+        from stemkv.cli.main import main as stemkv  # noqa: PLC0415
 
         out = io.StringIO()
-        with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):
-            build_parser().parse_args([*verb.split(), "--help"] if verb else ["--help"])
+        with contextlib.redirect_stdout(out):
+            stemkv([*verb.split(), "--help"])
         return f"```text\n$ stemkv {verb}{' ' if verb else ''}--help\n{out.getvalue().rstrip()}\n```"
 
     return text

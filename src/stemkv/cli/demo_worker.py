@@ -6,6 +6,7 @@ own because the demo kills it with SIGKILL.
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 import time
@@ -17,6 +18,10 @@ import msgspec
 from stemkv.cli.demo_text import QUESTION, policy
 from stemkv.config import Settings, open_pool
 from stemkv.errors import StemKVError
+
+
+_STEPS = 4
+"""Steps of loading a model that are announced, and the end."""
 
 
 class Task(msgspec.Struct, frozen=True):
@@ -48,18 +53,18 @@ def emit(event: str, **fields: Any) -> None:
     print(json.dumps({"event": event, **fields}), flush=True)
 
 
-def prompt_ids(tokenizer: Any, wanted: int) -> list[int]:
-    """The chat prompt with as many policy rules as fit into ``wanted`` tokens."""
+def prompt_ids(tokenizer: Any, wanted: int) -> Any:
+    """The chat prompt with as many policy rules as fit into ``wanted`` tokens; a tensor [1, tokens]."""
 
-    def ids(rules: int) -> list[int]:
+    def ids(rules: int) -> Any:
         messages = [{"role": "system", "content": policy(rules)}, {"role": "user", "content": QUESTION}]
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+        return tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"]
 
     low, high = 1, max(2, wanted // 8)
     while low < high:  # the longest that fits
         middle = (low + high + 1) // 2
-        low, high = (middle, high) if len(ids(middle)) <= wanted else (low, middle - 1)
+        low, high = (middle, high) if ids(middle).shape[1] <= wanted else (low, middle - 1)
     return ids(low)
 
 
@@ -69,7 +74,8 @@ def main() -> int:
     from stemkv.engines.transformers import PrefixCache  # noqa: PLC0415
 
     try:
-        loaded = load_model(task.model, progress=lambda done, total: emit("loading", done=done, total=total))
+        steps = itertools.count(1)
+        loaded = load_model(task.model, progress=lambda _: emit("loading", done=next(steps), total=_STEPS))
     except StemKVError as error:
         emit("error", message=str(error))
         return 2
@@ -81,12 +87,12 @@ def main() -> int:
         progress=lambda done, total: emit("computing", done=done, total=total),
     )
     prompt = prompt_ids(loaded.tokenizer, task.prompt_tokens)
-    cache.generate([prompt[:8]], max_new_tokens=1, do_sample=False)  # first-call costs of torch are not the story's
-    emit("ready", prompt_tokens=len(prompt), weight_file=str(loaded.weight_files[0]))
+    cache.generate(prompt[:, :32], max_new_tokens=1, do_sample=False)  # first-call costs of torch are not the story's
+    emit("ready", prompt_tokens=prompt.shape[1], weight_file=str(loaded.weight_files[0]))
     for _ in sys.stdin:
         first, started = _FirstToken(), time.perf_counter()
-        output = cache.generate([prompt], max_new_tokens=task.new_tokens, do_sample=False, streamer=first)
-        answer = output[0][len(prompt) :].tolist()
+        output = cache.generate(prompt, max_new_tokens=task.new_tokens, do_sample=False, streamer=first)
+        answer = output[0, prompt.shape[1] :].tolist()
         row = cache.last_report.rows[0]
         emit(
             "answer",
