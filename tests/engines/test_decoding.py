@@ -64,7 +64,10 @@ MODES = {
     "end token": {"eos_token_id": list(range(1, VOCAB, 7)), "do_sample": False},
     "scores": {"return_dict_in_generate": True, "output_scores": True, "do_sample": False},
     "user's prefill chunks": {"prefill_chunk_size": 40, "do_sample": False},
-    "generation config": {"generation_config": GenerationConfig(max_new_tokens=20, do_sample=False), "max_new_tokens": None},
+    "generation config": {
+        "generation_config": GenerationConfig(max_new_tokens=20, do_sample=False),
+        "max_new_tokens": None,
+    },
 }
 
 
@@ -135,7 +138,9 @@ def test_streamers_get_the_whole_prompt_and_every_token(llama, make, pool):
 def test_stopping_criteria_still_stop(llama, make, pool):
     cache, ids = make(llama), prompt(100)
     for _ in range(2):
-        out = cache.generate(ids, max_new_tokens=30, do_sample=False, stopping_criteria=StoppingCriteriaList([StopAt(109)]))
+        out = cache.generate(
+            ids, max_new_tokens=30, do_sample=False, stopping_criteria=StoppingCriteriaList([StopAt(109)])
+        )
         assert out.shape[1] == 109
         pool.flush()
 
@@ -191,7 +196,12 @@ def test_a_returned_cache_can_be_cropped_and_used_without_harming_stored_blocks(
 
 @pytest.mark.parametrize(
     "settings",
-    [{"cache": object()}, {"past_key_values": object()}, {"cache_implementation": "static"}, {"cache_implementation": "quantized"}],
+    [
+        {"cache": object()},
+        {"past_key_values": object()},
+        {"cache_implementation": "static"},
+        {"cache_implementation": "quantized"},
+    ],
 )
 def test_caches_of_the_callers_own_are_refused(settings, llama, make):
     with pytest.raises(RequestError, match=next(iter(settings))):
@@ -199,7 +209,7 @@ def test_caches_of_the_callers_own_are_refused(settings, llama, make):
 
 
 def test_a_prompt_longer_than_the_context_is_refused(llama, make):
-    with pytest.raises(RequestError, match="1025 tokens.*context of 1024"):
+    with pytest.raises(RequestError, match=r"1025 tokens.*context of 1024"):
         make(llama).generate(prompt(1025), max_new_tokens=2)
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
+from stemkv.engines import _call
 from stemkv.engines._layers import FullLayer, GrowingLayer, WindowLayer
 from stemkv.pool import Pool
 from stemkv.tiers.file import FileTier
@@ -34,8 +36,6 @@ def suffix_logits(model, cache, ids):
 
 def restored(make_cache, model, ids, monkeypatch):
     """The cache that a hit on ``ids`` starts from, before anything is computed."""
-    from stemkv.engines import _call
-
     taken = []
     cache = make_cache(model)
     monkeypatch.setattr(_call.Call, "compute_ahead", lambda self, *_: taken.append(self.cache))
@@ -121,8 +121,6 @@ def filled(layer: GrowingLayer, columns: int, *, rows: int = 2, seed: int = 0):
 
 @pytest.mark.parametrize("window", [0, 8])
 def test_layers_do_what_transformers_layers_do(window):
-    from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
-
     mine = WindowLayer(window) if window else FullLayer()
     theirs = DynamicSlidingWindowLayer(window) if window else DynamicLayer()
     mine.activate_past_recording() if window else None

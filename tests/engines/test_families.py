@@ -25,7 +25,11 @@ def model(request):
 
 def greedy(generator, ids, **settings):
     out = generator.generate(
-        ids, **({"max_new_tokens": 12, "do_sample": False, "return_dict_in_generate": True, "output_logits": True} | settings)
+        ids,
+        **(
+            {"max_new_tokens": 12, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
+            | settings
+        ),
     )
     return out.sequences, torch.stack(out.logits)
 

@@ -69,7 +69,7 @@ class Stack(NamedTuple):
     """The same as one ``[layers, rows, heads, columns, dim]`` tensor where the layers still share their storage."""
 
     def put(self, block: np.ndarray, rows: slice, start: int, stop: int) -> None:
-        """Write the first columns of ``block`` ``[layers, heads, tokens, dim]`` to columns ``start:stop`` of ``rows``."""
+        """Write the first columns of ``block`` (layers, heads, tokens, dim) to columns ``start:stop`` of ``rows``."""
         block = block[:, None, :, : stop - start]
         if self.whole is not None:
             write(self.whole[:, rows, :, start:stop], block)

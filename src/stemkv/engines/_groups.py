@@ -31,14 +31,14 @@ TO_NAME = {
 TO_DTYPE = {name: dtype for dtype, name in TO_NAME.items()}
 
 _MAKERS: dict[type, Callable[[Any], Any]] = {
-    DynamicLayer: lambda old: FullLayer(),
+    DynamicLayer: lambda _: FullLayer(),
     DynamicSlidingWindowLayer: lambda old: WindowLayer(old.sliding_window),
     LinearAttentionLayer: lambda old: LinearAttentionLayer(number_of_states=old.number_of_states),
     LinearAttentionAndFullAttentionLayer: lambda old: FullAndStateLayer(old.number_of_states),
     LinearAttentionAndSlidingWindowAttentionLayer: lambda old: WindowAndStateLayer(
         old.sliding_window, old.number_of_states
     ),
-    DummyLayer: lambda old: DummyLayer(),
+    DummyLayer: lambda _: DummyLayer(),
 }
 """How to make stemkv's counterpart of each layer class; a class that is not here is refused."""
 

@@ -27,9 +27,11 @@ _SAMPLES = 64
 """Elements sampled of each parameter."""
 
 NOT_SHAPING_KV = frozenset({
-    "_name_or_path", "name_or_path", "_model_name_or_path", "transformers_version", "architectures", "auto_map", "_commit_hash",
-    "dtype", "torch_dtype", "quantization_config",  # these have fields of their own in the identity
-    "bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "unk_token_id", "mask_token_id", "decoder_start_token_id",
+    "_name_or_path", "name_or_path", "_model_name_or_path", "transformers_version", "architectures",
+    "auto_map", "_commit_hash",
+    "dtype", "torch_dtype", "quantization_config",
+    "bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "unk_token_id", "mask_token_id",
+    "decoder_start_token_id",
     "forced_bos_token_id", "forced_eos_token_id", "suppress_tokens", "begin_suppress_tokens",
     "use_cache", "return_dict", "return_dict_in_generate", "output_attentions", "output_hidden_states",
     "output_scores", "output_router_logits", "router_aux_loss_coef", "gradient_checkpointing",
@@ -39,7 +41,7 @@ NOT_SHAPING_KV = frozenset({
     "max_length", "min_length", "do_sample", "early_stopping", "num_beams", "temperature", "top_k", "top_p",
     "pruned_heads", "tokenizer_class", "prefix", "bad_words_ids", "language", "license",
 })  # fmt: skip
-"""Configuration entries that do not shape KV (or are in the identity elsewhere); everything else does."""
+"""Configuration entries that do not shape KV; everything else does. Dtype and quantization have their own fields."""
 
 
 def base_model(model: Any) -> Any:

@@ -102,7 +102,7 @@ def _resolve(name: str, revision: str | None) -> tuple[str, str | None]:
     if name == ALIAS:
         packaged = _packaged_gguf()
         return (str(packaged.parent), packaged.name) if packaged else (_ALIAS_REPO, None)
-    path = Path(name).expanduser()
+    path = Path(name or "/no name").expanduser()
     if path.is_file():
         _check_gguf(path)
         return str(path.resolve().parent), path.resolve().name
@@ -113,7 +113,7 @@ def _resolve(name: str, revision: str | None) -> tuple[str, str | None]:
         raise ModelError(f"there is no model at {name!r}: give a folder, a .gguf file, a hub id or {ALIAS!r}")
     if os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0") and not find_weight_files(name, revision):
         raise ModelError(
-            f"{name!r} is not in the hub cache and HF_HUB_OFFLINE is set: unset it, or give a local folder or .gguf file"
+            f"{name!r} is not in the hub cache and HF_HUB_OFFLINE is set: unset it, or give a folder or .gguf file"
         )
     return name, None
 
@@ -216,7 +216,7 @@ def _fast_gguf() -> Iterator[None]:
         yield  # transformers says which package is missing
         return
 
-    class Reader(gguf.GGUFReader):  # type: ignore[misc]
+    class Reader(gguf.GGUFReader):
         flat: Any = None
 
         def _get(self, offset: int, dtype: Any, count: int = 1, override_order: str | None = None) -> Any:

@@ -169,7 +169,7 @@ class PrefixCache:
                 chains = [Chain(namespace, row.tokens) for row in request.rows]
                 call = Call(self._inner, self._plan, self.pool, namespace, request, chains, self._arena)
                 rows = self._load(call, started + self._load_timeout_s)
-            except Exception as error:  # the boundary at which faults of the cache end
+            except Exception as error:  # noqa: BLE001  the boundary at which faults of the cache end
                 call, rows = None, self._unserved(request, Miss(Cause.IO_ERROR, type(error).__name__))
                 self._fault("looking up a prompt")
         self.last_report = Report(rows, time.perf_counter() - started)
@@ -187,12 +187,13 @@ class PrefixCache:
                 sequences = result if isinstance(result, Tensor) else result.sequences
                 if self._stable_context is None or sequences.shape[1] <= self._stable_context:
                     call.store_text(sequences, _ends(sequences, call.prompt_columns, self._end_tokens(given)))
-            except Exception:
+            except Exception:  # noqa: BLE001  the same boundary
                 self._fault("storing generated text")
         return result
 
     def _load(self, call: Call, deadline: float) -> tuple[RowReport, ...]:
         without: set[bytes] = set()
+        reasons: dict[int, Miss] = {}
         for _ in range(_ATTEMPTS):
             matches = [self.pool.match(chain, without=without) for chain in call.chains]
             try:
@@ -202,14 +203,18 @@ class PrefixCache:
             finally:
                 for match in matches:
                     self.pool.release(match)
+            for number, match in enumerate(matches):
+                bad = [failed[ref.key] for ref in match.refs if ref.key in failed]
+                if bad:
+                    reasons.setdefault(number, bad[0])
             if not failed:
-                return self._rows(call, matches, {})
+                return self._rows(call, matches, reasons)
             if not (self._plan.has(HitPolicy.TRAILING) or self._plan.has(HitPolicy.EXACT)):
                 call.shorten(_before_failures(call, matches, failed))
-                return self._rows(call, matches, failed)
+                return self._rows(call, matches, reasons)
             without |= set(failed)
         call.prepare([0] * len(call.chains))
-        return self._rows(call, matches, failed)
+        return self._rows(call, matches, reasons)
 
     def _load_matches(self, call: Call, matches: Sequence[Match], columns: int, deadline: float) -> dict[bytes, Miss]:
         failed: dict[bytes, Miss] = {}
@@ -233,11 +238,11 @@ class PrefixCache:
                 return [0] * len(blocks)
         return blocks
 
-    def _rows(self, call: Call, matches: Sequence[Match], failed: dict[bytes, Miss]) -> tuple[RowReport, ...]:
+    def _rows(self, call: Call, matches: Sequence[Match], reasons: dict[int, Miss]) -> tuple[RowReport, ...]:
         rows = []
-        for row, match in zip(call.request.rows, matches, strict=True):
+        for number, (row, match) in enumerate(zip(call.request.rows, matches, strict=True)):
             cached = max(0, call.loaded - row.pad)
-            miss = next((failed[ref.key] for ref in match.refs if ref.key in failed), match.miss)
+            miss = reasons.get(number, match.miss)
             if cached < match.tokens and miss is None:
                 miss = Miss(Cause.NO_STATE, "batch")
             used = {w for ref, w in zip(match.refs, match.where, strict=True) if ref.first_token < cached}
