@@ -83,7 +83,14 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     generation: Annotated[
         int, Meta(ge=0, le=_MOST, description="Raise it to make everything stored so far unreachable at once.")
     ] = 0
-    block_tokens: Annotated[int, Meta(ge=1, le=4096, description="Tokens in a block.")] = 64
+    block_tokens: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=4096,
+            description="Tokens in a block, the unit of storage; changing it makes everything stored so far a miss.",
+        ),
+    ] = 64
     host: Annotated[str, Meta(description="Address the server listens on.")] = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535, description="Port the server listens on; 0 for any free one.")] = 8000
     max_queue: Annotated[
