@@ -172,24 +172,49 @@ def test_a_stop_string_that_spans_tokens_ends_the_answer(server: Served) -> None
     assert cut == full[: full.index(stop)]
 
 
-def test_a_lost_client_cancels_a_long_prompt_between_chunks(server: Served) -> None:
-    inner = server.engine._model.model
+@pytest.mark.parametrize("chunk", [64, 4096])
+def test_a_lost_client_cancels_a_long_prompt(server: Served, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between pieces, and between the layers of a prompt that is computed in one go."""
+    monkeypatch.setattr(server.engine._cache, "_chunk", chunk)
+    inner = server.engine._model.model.layers[0]
     calls = []
 
     def slow(*_: object) -> None:
         calls.append(1)
-        time.sleep(0.05)
+        time.sleep(0.05 if chunk == 64 else 1)
 
     hook = inner.register_forward_pre_hook(slow)
+    prompt = chr(ord("a") + chunk % 23) * 1900
     try:
         with httpx.Client(base_url=server.address) as client, pytest.raises(httpx.ReadTimeout):
-            client.post("/v1/completions", json={"prompt": "z" * 1900}, timeout=0.4)
+            client.post("/v1/completions", json={"prompt": prompt}, timeout=0.4)
         assert eventually(lambda: server.worker.running == 0)
         assert len(calls) < 25, "1900 tokens are 30 chunks"
     finally:
         hook.remove()
-    again = server.complete("z" * 1900, max_tokens=1)
-    assert again.json()["usage"]["prompt_tokens_details"]["cached_tokens"] >= 64, "what was computed is kept"
+    again = server.complete(prompt, max_tokens=1)
+    cached = again.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+    assert cached >= 64 if chunk == 64 else cached == 0, "what was computed is kept"
+
+
+def test_progress_is_told_by_layers_and_ends_with_the_prompt() -> None:
+    told: list[tuple[int, int]] = []
+    loaded = Loaded(tiny_model(), byte_tokenizer(), [], "tiny", 2048)
+    pool = Pool([MemoryTier(1 << 20)])
+    engine = TextEngine(
+        loaded,
+        lambda progress: PrefixCache(loaded.model, pool, block_tokens=16, progress=progress),
+        lambda done, total: told.append((done, total)),
+    )
+    engine.generate(
+        list(b"x" * 100),
+        Sampling(max_tokens=3),
+        on_lookup=lambda _: None,
+        on_token=lambda *_: False,
+        cancelled=lambda: False,
+    )
+    assert told == [(0, 100), (50, 100), (100, 100), (100, 100)]
+    pool.close()
 
 
 def test_parallel_requests_do_not_mix(server: Served) -> None:

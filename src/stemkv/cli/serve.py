@@ -23,9 +23,6 @@ MODEL is a Hugging Face id, a folder, a GGUF file, or 'smollm2' (the small model
 
 NEEDED = ("torch", "transformers", "starlette", "uvicorn", "prometheus_client")
 
-_CHUNK = 1024
-"""Tokens of a prompt computed at a time: how soon a lost client is noticed, and how often the bar moves."""
-
 _SETTINGS = (
     ("--store", "store", str, "DIR", "folder of the store; '' keeps blocks in memory alone"),
     ("--store-size", "store_bytes", parse_size, "SIZE", "most bytes in the folder, for example 50GiB"),
@@ -136,7 +133,6 @@ def _engine(loaded: Any, settings: Settings, pool: Pool) -> Any:
             generation=settings.generation,
             weight_files=loaded.weight_files,
             block_tokens=settings.block_tokens,
-            prefill_chunk=_CHUNK,
             progress=progress,
             root=read_secret(settings),
         )

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from stemkv.engines.prompt_progress import PromptProgress
 from stemkv.keys import framed
 from stemkv.misses import Miss
 
@@ -105,6 +106,7 @@ class TextEngine:
         self._report_progress = progress
         self._cancelled: Callable[[], bool] = _never
         self._cache = make_cache(self._on_progress)
+        self._prompt = PromptProgress(loaded.model, self._on_progress)
         self.context_length: int = loaded.context_length
         self.vocab_size = int(loaded.model.config.get_text_config().vocab_size)
         self.eos_ids = _eos_ids(loaded)
@@ -127,7 +129,13 @@ class TextEngine:
         else:
             torch.manual_seed(sampling.seed)
         logits = _Logits(prompt, sampling)
-        tokens = _Tokens(lambda: self._tell(len(prompt), len(prompt)), on_token, logits)
+        tokens = _Tokens(lambda: self._computed(len(prompt)), on_token, logits)
+
+        def begin(report: Any) -> None:
+            lookup = _lookup(report)
+            self._prompt.begin(lookup.cached_tokens, lookup.prompt_tokens)
+            on_lookup(lookup)
+
         ids = torch.tensor([prompt], device=self._model.device)
         self._cancelled = cancelled
         try:
@@ -139,19 +147,23 @@ class TextEngine:
                 stopping_criteria=[_Stop(lambda: tokens.stopped or cancelled())],
                 streamer=tokens,
                 tenant=_scoped(self._cache.tenant, scope) if scope else None,
-                on_report=lambda report: on_lookup(_lookup(report)),
+                on_report=begin,
             )
         except CancelledError:
             return
         finally:
             self._cancelled = _never
-            self._tell(len(prompt), len(prompt))
+            self._computed(len(prompt))
 
     def _on_progress(self, done: int, total: int) -> None:
-        """Called by the cache between chunks of a long prompt: the place to give it up."""
+        """Called before each layer, and between the pieces of a very long prompt: the places to give it up."""
         if self._cancelled():
             raise CancelledError
         self._tell(done, total)
+
+    def _computed(self, total: int) -> None:
+        self._prompt.end()
+        self._tell(total, total)
 
     def _tell(self, done: int, total: int) -> None:
         if self._report_progress is not None:
