@@ -171,7 +171,7 @@ def take_tag(data: memoryview) -> bytes:
 def verify(data: memoryview, tag: bytes, ref: BlockRef, sealer: Sealer) -> memoryview:
     """Check a canonical record against what was asked for; return its verified plain payload.
 
-    Checks run cheapest first and each has its own cause: size, header bounds and form, version, key, namespace,
+    Checks run cheapest first and each has its own cause: size, header bounds, version, header form, key, namespace,
     identity, generation, tokens, sealing key, layout, tag. Raises BlockError and nothing else, whatever ``data`` is.
     """
     spec = ref.spec
