@@ -148,6 +148,9 @@ def test_a_prompt_longer_than_the_context_names_both_numbers(server: Served) -> 
     assert error["code"] == "context_length_exceeded"
     assert "300 tokens" in error["message"]
     assert "200" in error["message"]
+    error = problem(server.complete("x" * 200_000), 400)
+    assert error["code"] == "context_length_exceeded"
+    assert "200000 characters" in error["message"]
     error = problem(server.complete("x" * 150, max_tokens=51), 400)
     assert (error["code"], error["param"]) == ("context_length_exceeded", "max_tokens")
     assert "at most 50" in error["message"]

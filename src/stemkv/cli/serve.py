@@ -87,6 +87,7 @@ def run(arguments: argparse.Namespace) -> int:
             "or listen on 127.0.0.1"
         )
     sock = running.bind(settings.host, settings.port)
+    _set_up_logging(quiet=arguments.quiet)
     with sock:
         pool = open_pool(settings)
         try:
@@ -102,7 +103,6 @@ def _serve(arguments: argparse.Namespace, settings: Settings, sock: Any, pool: P
     from stemkv.server.run import Server, url  # noqa: PLC0415
     from stemkv.server.worker import Worker  # noqa: PLC0415
 
-    _set_up_logging(quiet=arguments.quiet)
     print(f"stemkv {version()}: loading {arguments.model} ...", flush=True)
     with Progress("loading the model") as bar:
         loaded = load_model(arguments.model, dtype=arguments.dtype, revision=arguments.revision,
@@ -214,7 +214,8 @@ def _check_extras() -> None:
 
 def _set_up_logging(*, quiet: bool) -> None:
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter("%(asctime)s  %(message)s", "%H:%M:%S"))
+    clear = "\r\x1b[K" if sys.stderr.isatty() else ""  # a progress bar may be there
+    handler.setFormatter(logging.Formatter(clear + "%(asctime)s  %(message)s", "%H:%M:%S"))
     logger = logging.getLogger("stemkv")
     logger.handlers[:] = [handler]
     logger.setLevel(logging.WARNING if quiet else logging.INFO)

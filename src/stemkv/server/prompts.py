@@ -11,6 +11,9 @@ from stemkv.server.errors import invalid
 from stemkv.server.jobs import Job
 from stemkv.server.openai_api import MAX_CHOICES, ChatRequest, CompletionRequest, Message
 
+_LONGEST_TOKEN = 128
+"""Characters. A text with more for each token of the context is refused before the work of tokenizing it."""
+
 
 class Prompts:
     """Tokenizes requests. Blocks for about a second a megabyte: call it off the event loop; thread-safe.
@@ -66,7 +69,7 @@ class Prompts:
         except Exception as error:  # noqa: BLE001 - a template is a program of the model's author and raises what it likes
             message = f"The model's chat template refused these messages: {_one_line(error)}."
             raise invalid("messages", message, "chat_template_error") from None
-        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+        return self._tokens(text, "messages", add_special_tokens=False)
 
     # -- text ------------------------------------------------------------------------------------------------
 
@@ -83,7 +86,7 @@ class Prompts:
 
     def _encoded(self, item: str | list[int], param: str) -> list[int]:
         if isinstance(item, str):
-            ids = list(self._tokenizer(item)["input_ids"])
+            ids = self._tokens(item, param)
             if not ids and self._tokenizer.bos_token_id is not None:
                 ids = [int(self._tokenizer.bos_token_id)]
         else:
@@ -94,6 +97,15 @@ class Prompts:
         if not ids:
             raise invalid(param, f"'{param}' is empty; send at least one token.")
         return ids
+
+    def _tokens(self, text: str, param: str, **options: bool) -> list[int]:
+        if len(text) > self._context * _LONGEST_TOKEN:
+            message = (
+                f"The prompt has {len(text)} characters, far more than the {self._context} tokens of the model's "
+                "context can hold; shorten the prompt."
+            )
+            raise invalid(param, message, "context_length_exceeded")
+        return list(self._tokenizer(text, **options)["input_ids"])
 
     def _decode(self, ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
