@@ -128,6 +128,15 @@ def publish(source: Path, target: str) -> None:
         os.rename(source, target)
 
 
+def take_back(target: str, source: Path) -> None:
+    """Undo :func:`publish`; where that fails the file is removed, so that none is left without a row."""
+    try:
+        os.rename(target, source)
+    except OSError:
+        remove(target)
+        raise
+
+
 def remove(path: str | Path) -> None:
     """Delete a file; one that is gone already is fine."""
     with contextlib.suppress(FileNotFoundError):

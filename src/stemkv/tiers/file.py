@@ -41,7 +41,7 @@ from stemkv.tiers._disk import Folder, on_disk
 from stemkv.tiers._store import Store
 from stemkv.tiers.base import Tier, TierStats, io_miss
 from stemkv.tiers.explain import explain_absence
-from stemkv.tiers.manifest import Manifest, Totals, row_for
+from stemkv.tiers.manifest import Manifest, Totals, fault, row_for
 
 log = logging.getLogger("stemkv")
 
@@ -50,6 +50,9 @@ RETRY_S = 5.0
 """How long a full or unwritable folder is left alone before the next put tries again."""
 _EVICT_AT_ONCE = 256 << 20
 """Most bytes given up in one go when the disk is full, so that one put never empties the store."""
+
+_LOG_BYTES = 256 << 10
+"""Room that a commit may take in the manifest's log."""
 
 
 class FileTier(Tier):
@@ -187,7 +190,13 @@ class FileTier(Tier):
         if self._durability == "batch":
             _disk.sync(written.values())
         if written:
-            results.update(self._publish(records, written))
+            try:
+                results.update(self._publish(records, written))
+            except sqlite3.Error as error:
+                # The files fitted, the manifest's log did not.
+                if fault(error).cause is not Cause.NO_SPACE or not self._give_up(_LOG_BYTES):
+                    raise
+                results.update(self._publish(records, written))
 
     def delete(self, keys: Sequence[bytes]) -> int:
         count = 0
@@ -227,9 +236,9 @@ class FileTier(Tier):
                 path = self._write_once(record, size)
             except OSError as error:
                 miss = io_miss(error)
-                if miss.cause is not Cause.NO_SPACE:
+                if miss.cause is not Cause.NO_SPACE or error.errno == errno.EFBIG:  # EFBIG concerns this block alone
                     return miss
-                may_evict = policy.may_evict(record.ref, needed_is_here=needed_is_here) and error.errno != errno.EFBIG
+                may_evict = policy.may_evict(record.ref, needed_is_here=needed_is_here)
                 if last or not may_evict or not self._give_up(size):
                     break
             else:
@@ -259,12 +268,12 @@ class FileTier(Tier):
     def _publish(self, records: Sequence[Record], written: dict[int, Path]) -> dict[int, Miss | None]:
         """Give finished files their names and rows, all or none of them; what found no room is a miss."""
         results: dict[int, Miss | None] = {}
-        published: list[str] = []
+        published: dict[str, Path] = {}
 
         def undo() -> None:
-            for target in published:
+            for target, path in published.items():
                 with suppress(OSError):
-                    _disk.remove(target)
+                    _disk.take_back(target, path)
 
         with self._store.transaction(undo=undo) as db:
             for i, path in written.items():
@@ -275,7 +284,7 @@ class FileTier(Tier):
                 number = Manifest.namespace_number(db, ref.namespace)
                 target = self._folder.file(ref.key)
                 if Manifest.insert(db, row_for(ref, number, size, records[i].cost_s)) or not os.path.exists(target):
-                    published.append(target)
+                    published[target] = path
                     _disk.publish(path, target)
             if self._durability == "full":
                 _disk.sync([*{os.path.dirname(target) for target in published}, self._folder.blocks])
@@ -300,23 +309,20 @@ class FileTier(Tier):
         over = Manifest.used_bytes(db) + size - self._max_bytes
         if over > 0 and not policy.may_evict(ref, needed_is_here=Manifest.has(db, ref.needs)):
             return Miss(Cause.NO_SPACE)
-        while over > 0:
-            freed = self._evict(db, over)
-            if not freed:
-                return Miss(Cause.NO_SPACE)
-            over -= freed
-        return None
+        return None if over <= 0 or self._evict(db, over) >= over else Miss(Cause.NO_SPACE)
 
     def _evict(self, db: sqlite3.Connection, nbytes: int) -> int:
         """Remove the cheapest unleased leaves until ``nbytes`` are freed; the bytes freed, 0 if nothing may go."""
-        freed = 0
-        for key, size, priority in Manifest.cheapest_leaves(db, 64 + len(self._leases)):
-            if freed >= nbytes:
-                break
-            if self.leased(key):
-                continue
-            _disk.remove(self._folder.file(key))
-            Manifest.delete(db, key)
-            Manifest.note_evicted(db, key, priority)
-            freed += size
+        freed, before = 0, -1
+        while freed < nbytes and freed > before:  # what was needed by an evicted block is a leaf in the next round
+            before = freed
+            for key, size, priority in Manifest.cheapest_leaves(db, 64 + len(self._leases)):
+                if freed >= nbytes:
+                    break
+                if self.leased(key):
+                    continue
+                _disk.remove(self._folder.file(key))
+                Manifest.delete(db, key)
+                Manifest.note_evicted(db, key, priority)
+                freed += size
         return freed

@@ -101,18 +101,13 @@ class Index:
         self._file = _identity_of(path)
 
     def _open(self) -> sqlite3.Connection:
-        stamp = _stamp(self.path)
+        stamp, self._stamp = _stamp(self.path), None
         try:
-            reader, self._stamp = _connect(self.path, "ro", _READ_WAIT_S), None
-            version = _checked_format(reader, self.path)
+            return _opened(self.path, "ro")
         except sqlite3.OperationalError:
             # A folder without write permission and without a live writer: SQLite cannot make its shared memory.
-            reader, self._stamp = _connect(self.path, "ro&immutable=1", _READ_WAIT_S), stamp
-            version = _checked_format(reader, self.path)
-        if not version:
-            reader.close()
-            raise sqlite3.OperationalError(f"{self.path} is empty")
-        return reader
+            self._stamp = stamp
+            return _opened(self.path, "ro&immutable=1")
 
     def moved(self) -> bool:
         """Whether the file that was opened is no longer the manifest of the folder."""
@@ -356,6 +351,18 @@ def _connect(path: Path, mode: str, wait_s: float) -> sqlite3.Connection:
     return sqlite3.connect(
         f"{path.as_uri()}?mode={mode}", uri=True, timeout=wait_s, isolation_level=None, check_same_thread=False
     )
+
+
+def _opened(path: Path, mode: str) -> sqlite3.Connection:
+    """A connection to a manifest that is there. Raises sqlite3.Error, StoreError."""
+    connection = _connect(path, mode, _READ_WAIT_S)
+    try:
+        if not _checked_format(connection, path):
+            raise sqlite3.OperationalError(f"{path} is empty")
+    except BaseException:
+        connection.close()
+        raise
+    return connection
 
 
 def _checked_format(connection: sqlite3.Connection, path: Path) -> int:

@@ -23,9 +23,9 @@ OPENING_WAIT_S = 30.0
 
 
 @contextmanager
-def opening(root: Path, wait_s: float = OPENING_WAIT_S) -> Iterator[None]:
-    """Be the only one that opens or repairs ``root``. Raises TimeoutError (an OSError) after ``wait_s``."""
-    until = time.monotonic() + wait_s
+def opening(root: Path) -> Iterator[None]:
+    """Be the only one that opens or repairs ``root``. Raises TimeoutError, an OSError, after ``OPENING_WAIT_S``."""
+    until = time.monotonic() + OPENING_WAIT_S
     while True:
         lock = os.open(root / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
         try:
@@ -35,7 +35,7 @@ def opening(root: Path, wait_s: float = OPENING_WAIT_S) -> Iterator[None]:
         except BlockingIOError:
             if time.monotonic() >= until:
                 os.close(lock)
-                raise TimeoutError(f"another process has been opening it for {wait_s:.0f} s") from None
+                raise TimeoutError(f"another process has been opening it for {OPENING_WAIT_S:.0f} s") from None
         except BaseException:
             os.close(lock)
             raise
