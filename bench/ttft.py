@@ -24,7 +24,7 @@ ROUNDS = 7
 def worker(mode: str, store: Path, *, rounds: int = 1, env: dict[str, str] | None = None) -> dict[str, Any]:
     command = [sys.executable, str(HERE / "ttft_worker.py"), mode, str(store), str(rounds)]
     out = subprocess.run(command, check=True, capture_output=True, text=True, env={**os.environ, **(env or {})})
-    return json.loads(out.stdout.splitlines()[-1])  # type: ignore[no-any-return]
+    return json.loads(out.stdout.splitlines()[-1])
 
 
 def new_processes(bench: Bench, store: Path) -> list[float]:

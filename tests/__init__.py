@@ -1,0 +1,1 @@
+"""Tests, one package a part of stemkv. Names say what holds."""
