@@ -1,6 +1,7 @@
 """The two tiers of the box, as the conformance suite and the other tests use them."""
 
 import errno
+import logging
 import os
 import secrets
 import shutil
@@ -16,6 +17,7 @@ from stemkv import block
 from stemkv.block import BlockError, Record
 from stemkv.keys import BlockRef
 from stemkv.testing import TierConformance, samples
+from stemkv.testing.samples import Collector
 from stemkv.tiers import _disk
 from stemkv.tiers.base import Tier
 from stemkv.tiers.file import FileTier
@@ -121,3 +123,28 @@ class FileSuite(TierConformance):
 
 def enospc(*_: object, **__: object) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+CHAIN = samples.chain(6)
+REFS = samples.refs(CHAIN)
+KEYS = [r.key for r in REFS]
+"""What the stores of the folder tests hold."""
+
+
+def opened(root: Path, **options: float) -> FileTier:
+    return FileTier(root, max_bytes=1 << 24, reserve_bytes=0, retry_s=options.get("retry_s", 0.0))
+
+
+def stored(root: Path) -> None:
+    """A closed store with all of REFS."""
+    tier = opened(root)
+    assert tier.put(samples.records(REFS)) == [None] * 6
+    tier.close()
+
+
+def hits(tier: FileTier) -> int:
+    return tier.get(REFS, Collector(), sealer=samples.PLAIN).count(None)
+
+
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]

@@ -77,8 +77,9 @@ def _open_writable(folder: Folder, durability: str, *, suspect: bool) -> Opened:
         others = session.others(folder.root, mine)
         boot = _boot_id()
         # A power cut can take the sessions too, so a new boot counts as an unclean end.
-        if manifest.new or others.dead or manifest.boot() != boot:
-            _repair(folder, manifest, others, boot)
+        lost_rows = manifest.new or manifest.boot() != boot
+        if lost_rows or others.dead:
+            _repair(folder, manifest, others, boot, adopt=lost_rows)
     except BaseException:
         Opened(manifest, session=mine).close()
         raise
@@ -102,11 +103,11 @@ def _open_manifest(folder: Folder, durability: str, *, suspect: bool) -> Manifes
     return Manifest(folder.manifest, durability=durability)
 
 
-def _repair(folder: Folder, manifest: Manifest, others: session.Others, boot: str) -> None:
+def _repair(folder: Folder, manifest: Manifest, others: session.Others, boot: str, *, adopt: bool) -> None:
     try:
         # Another live process may still hold the manifest that this one replaces and publish a file in it until it
         # notices: without a boot noted, the next to open the folder looks once more.
-        fixed = repair(folder, manifest, "" if manifest.new and others.alive else boot)
+        fixed = repair(folder, manifest, "" if manifest.new and others.alive else boot, adopt=adopt)
     except (OSError, sqlite3.Error) as error:
         if isinstance(error, sqlite3.Error) and damaged(error):
             raise

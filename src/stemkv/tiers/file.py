@@ -86,6 +86,8 @@ class FileTier(Tier):
         self._retry_s, self._full_until, self._said_full = retry_s, 0.0, False
         self._scratch = threading.local()
         self._store = Store(self._folder, durability=durability, retry_s=retry_s)
+        if not self.read_only:
+            self._shrink()
 
     @property
     def read_only(self) -> bool:
@@ -121,7 +123,7 @@ class FileTier(Tier):
                 ref,
                 known=reader.namespaces(ref.namespace.tenant_id) if first else (),
                 same_text=reader.namespaces_with(ref.tokens_digest) if first else (),
-                diverged=reader.has_successor(ref.needs, ref.group),
+                diverged=reader.has_sibling(ref),
                 evicted=reader.is_ghost(ref.key),
             )
         except sqlite3.Error as error:
@@ -303,6 +305,15 @@ class FileTier(Tier):
             if wanted > Manifest.used_bytes(db) + 4 * size:
                 return False  # it is others who fill the disk
             return self._evict(db, min(wanted, _EVICT_AT_ONCE)) > 0
+
+    def _shrink(self) -> None:
+        """Meet a cap that is smaller than what a repair or another process left."""
+        with self._store.noting():
+            while self.stats().bytes > self._max_bytes:
+                with self._store.transaction() as db:
+                    over = Manifest.used_bytes(db) - self._max_bytes
+                    if not self._evict(db, min(over, _EVICT_AT_ONCE)):
+                        return
 
     def _make_room(self, db: sqlite3.Connection, size: int, ref: BlockRef) -> Miss | None:
         """Evict until ``size`` more bytes fit under the cap, for ``ref``; inside a transaction."""

@@ -148,9 +148,10 @@ class Index:
         )
         return {row[0] for row in rows}
 
-    def has_successor(self, needs: bytes, group: int) -> bool:
-        """Whether some block of ``group`` follows the block ``needs``."""
-        return bool(self.query("SELECT 1 FROM blocks WHERE needs = ? AND grp = ? LIMIT 1", needs, group))
+    def has_sibling(self, ref: BlockRef) -> bool:
+        """Whether another block of its group follows the same block as ``ref``."""
+        sql = "SELECT 1 FROM blocks WHERE needs = ? AND grp = ? AND key != ? LIMIT 1"
+        return bool(self.query(sql, ref.needs, ref.group, ref.key))
 
     def is_ghost(self, key: bytes) -> bool:
         """Whether ``key`` was evicted lately."""

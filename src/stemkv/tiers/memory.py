@@ -101,7 +101,8 @@ class MemoryTier(Tier):
                 for k in self._known.get(ref.namespace.tenant_id, {}).values()
             ]
             same_text = set(self._first.get(ref.tokens_digest, ())) if ref.index == 0 else set()
-            diverged = any(self._entries[k].record.ref.group == ref.group for k in self._children.get(ref.needs, ()))
+            siblings = self._children.get(ref.needs, set()) - {ref.key}
+            diverged = any(self._entries[k].record.ref.group == ref.group for k in siblings)
             return explain_absence(
                 ref, known=known, same_text=same_text, diverged=diverged, evicted=ref.key in self._ghosts
             )

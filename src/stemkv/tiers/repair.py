@@ -23,13 +23,16 @@ class Repaired(NamedTuple):
     adopted: int = 0
     """Files that had no row and are good block files by their header."""
     removed_files: int = 0
-    """Files with a block's name that had no row and are not."""
+    """Files with a block's name that had no row and were not adopted."""
     removed_rows: int = 0
     """Rows whose file is gone."""
 
 
-def repair(folder: Folder, manifest: Manifest, boot: str) -> Repaired:
+def repair(folder: Folder, manifest: Manifest, boot: str, *, adopt: bool) -> Repaired:
     """Adopt or remove files without a row, remove rows without a file, recount. Raises OSError, sqlite3.Error.
+
+    Without ``adopt`` every file without a row is removed: after the end of a process alone these are files of a put
+    that nobody was told about, and the room they take may be in use again.
 
     Runs under the manifest's write lock, so other processes may be at work. Adopted files are verified when read,
     like all others. Only names that a block file can have are touched. ``boot`` is noted as the boot of the machine
@@ -41,7 +44,7 @@ def repair(folder: Folder, manifest: Manifest, boot: str) -> Repaired:
         for path, key in _block_files(folder):
             if key in missing:
                 missing.discard(key)
-            elif _adopt(db, path, key):
+            elif adopt and _adopt(db, path, key):
                 adopted += 1
             else:
                 _discard(path)
