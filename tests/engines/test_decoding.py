@@ -37,8 +37,16 @@ class StopAt(StoppingCriteria):
         return torch.full((input_ids.shape[0],), input_ids.shape[1] >= self.length)
 
 
-@pytest.fixture(scope="module", params=["llama", "mistral", "gemma3_text", "qwen3_next"])
+@pytest.fixture(scope="module", params=["llama", "gemma3_text", "qwen3_next", "mamba2"])
 def model(request):
+    made = tiny(request.param)
+    made.family = request.param
+    return made
+
+
+@pytest.fixture(scope="module", params=["llama", "mistral", "gemma3_text", "lfm2"])
+def croppable(request):
+    """A model whose cache can be rolled back, as drafting needs; transformers refuses the others."""
     made = tiny(request.param)
     made.family = request.param
     return made
@@ -84,6 +92,8 @@ def both(model, cache, ids, **settings):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_results_are_those_of_generate(mode, model, make, pool):
+    if (mode, model.family) == ("user's prefill chunks", "mamba2"):
+        pytest.skip("transformers cannot do this")
     cache, ids = make(model), prompt(100)
     for cached in (0, 96):
         plain, out = both(model, cache, ids, **MODES[mode])
@@ -105,10 +115,8 @@ def test_batches_of_equal_rows_length(mode, model, make, pool):
 
 @pytest.mark.parametrize("how", ["assistant", "prompt lookup"])
 @pytest.mark.parametrize("penalty", [1.0, 1.3])
-def test_drafting_computes_on_the_right_positions(how, penalty, model, assistant, make, pool):
-    if model.family == "qwen3_next":
-        pytest.skip("transformers cannot roll a recurrent state back")
-    cache = make(model)
+def test_drafting_computes_on_the_right_positions(how, penalty, croppable, assistant, make, pool):
+    model, cache = croppable, make(croppable)
     ids = prompt(30).repeat(1, 4)[:, :110]  # repeats itself, so that prompt lookup finds something
     draft = {"assistant_model": assistant} if how == "assistant" else {"prompt_lookup_num_tokens": 4}
     settings = {"do_sample": False, "repetition_penalty": penalty, "max_new_tokens": 45, **draft}
@@ -120,7 +128,9 @@ def test_drafting_computes_on_the_right_positions(how, penalty, model, assistant
     turn = torch.cat([out, prompt(5, seed=9)], dim=1)
     plain, out = both(model, cache, turn, do_sample=False)
     assert torch.equal(out, plain)
-    assert cache.last_report.cached_tokens == (110 + 45 - 1) // BLOCK * BLOCK
+    # A recurrent state is kept where a draft happened to end on a block boundary.
+    expected = [96, 112, 128, 144] if model.family == "lfm2" else [144]
+    assert cache.last_report.cached_tokens in expected
     assert "prepare_inputs_for_generation" not in model.__dict__
 
 

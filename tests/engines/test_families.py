@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from stemkv.engines import _call
 from stemkv.identity import HitPolicy
 
 from .conftest import BLOCK, FAMILIES, prompt, tiny
@@ -100,4 +101,33 @@ def test_batches_with_padding(model, make, pool):
     # what a padded row stored serves the same text alone, wherever a row without padding would have stored it
     alone = ids[2:3, 7:]
     assert torch.equal(greedy(cache, alone)[0], greedy(model, alone)[0])
+    assert cache.faults == 0
+
+
+def test_long_answers_let_go_of_what_the_window_passed(model, make, pool, monkeypatch):
+    monkeypatch.setattr(_call, "_STORE_EVERY", 32)
+    cache, ids = make(model), prompt(40)
+    out, _ = greedy(cache, ids, max_new_tokens=110)
+    assert torch.equal(out, greedy(model, ids, max_new_tokens=110)[0])
+    pool.flush()
+    turn = torch.cat([out, prompt(9, seed=5)], dim=1)
+    settings = {"attention_mask": torch.ones_like(turn)}  # a model may have said 0, which is the padding token
+    again, _ = greedy(cache, turn, **settings)
+    assert torch.equal(again, greedy(model, turn, **settings)[0])
+    assert cache.last_report.cached_tokens == (40 + 110 - 1) // BLOCK * BLOCK
+
+
+def test_padded_batches_in_chunks(model, make, pool):
+    cache = make(model, prefill_chunk=32)
+    ids = prompt(150, rows=3)
+    mask = torch.ones_like(ids)
+    for row, pad in enumerate([0, 40, 120]):
+        ids[row, :pad], mask[row, :pad] = 0, 0
+    settings = {"attention_mask": mask, "max_new_tokens": 6}
+    plain, logits = greedy(model, ids, **settings)
+    for _ in range(3):
+        out, mine = greedy(cache, ids, **settings)
+        assert torch.equal(out, plain)
+        torch.testing.assert_close(mine, logits, rtol=1e-4, atol=1e-4)
+        pool.flush()
     assert cache.faults == 0

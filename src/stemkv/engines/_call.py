@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,8 +18,6 @@ from stemkv.engines._request import Request
 from stemkv.identity import HitPolicy
 from stemkv.keys import Chain, Namespace
 from stemkv.pool import Pool
-
-log = logging.getLogger("stemkv")
 
 _STORE_EVERY = 1024
 """Generated tokens after which a model with sliding windows stores them, to let go of what the window passed."""
@@ -40,6 +37,7 @@ class Call:
         request: Request,
         chains: Sequence[Chain],
         arena: Arena,
+        fault: Callable[[str], None],
     ) -> None:
         assert request.ids is not None
         self.model, self.plan, self.pool, self.namespace = model, plan, pool, namespace
@@ -48,7 +46,7 @@ class Call:
         self.prompt_columns = int(request.ids.shape[1])
         self.loaded = self.covered = 0
         """Columns of the prompt that were loaded, and that the cache has (loaded or computed ahead)."""
-        self._arena = arena
+        self._arena, self._fault = arena, fault
         self.buffers = Buffers(plan, len(request.rows) * request.expand, arena)
         self.cache = DynamicCache()
         self.started = time.perf_counter()
@@ -117,13 +115,25 @@ class Call:
         for stop in sorted(s for s in stops if s < total):
             self._forward(at, stop)
             self.covered = at = stop
-            if stop in states or self._on_boundary(stop):
-                self.keep_states(stop)
-            if stop not in states:
-                self.store_prompt(stop)
-                self.let_go(stop)
+            with self.safely("storing a part of a prompt"):
+                self._after_part(stop, whole_chunk=stop not in states)
             if progress is not None:
                 progress(at, total)
+
+    def _after_part(self, stop: int, *, whole_chunk: bool) -> None:
+        if not whole_chunk or self._on_boundary(stop):
+            self.keep_states(stop)
+        if whole_chunk:
+            self.store_prompt(stop)
+            self.let_go(stop)
+
+    @contextmanager
+    def safely(self, doing: str) -> Iterator[None]:
+        """The boundary at which faults of storing end."""
+        try:
+            yield
+        except Exception:  # noqa: BLE001
+            self._fault(doing)
 
     def _on_boundary(self, column: int) -> bool:
         return self.plan.has(HitPolicy.EXACT) and (column - self.request.rows[0].pad) % self.block_tokens == 0
@@ -257,22 +267,20 @@ class Call:
 
 
 class Watch(StoppingCriteria):
-    """Never stops anything; tells the call about every token. A fault in it is logged and ends the watching."""
+    """Never stops anything; tells the call about every token. After a fault it only watches the rest go by."""
 
-    def __init__(self, call: Call, failed: Callable[[str], None]) -> None:
-        self._call, self._failed = call, failed
-        self._first = True
-        self._working = True
+    def __init__(self, call: Call) -> None:
+        self._call = call
+        self._first = self._working = True
 
     def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Any:
+        del scores
         if self._working:
-            try:
+            self._working = False
+            with self._call.safely("storing during generation"):
                 if self._first:
                     self._call.first_token()
                 self._call.next_token(input_ids)
-            except Exception:
-                log.debug("storing during generation failed", exc_info=True)
-                self._failed("store")
-                self._working = False
+                self._working = True
             self._first = False
         return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from stemkv.engines._groups import Plan
 from stemkv.engines.weights import find_weight_files, weights_digest
-from stemkv.errors import UnsupportedModelError
+from stemkv.errors import ModelError, UnsupportedModelError
 from stemkv.identity import Adapter, Identity, Layout
 
 LAYOUT = Layout(engine="transformers", name="LHTD", version=1)
@@ -39,7 +39,7 @@ NOT_SHAPING_KV = frozenset({
     "initializer_range", "initializer_factor", "chunk_size_feed_forward", "tie_word_embeddings", "torchscript",
     "attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop", "embedding_dropout",
     "max_length", "min_length", "do_sample", "early_stopping", "num_beams", "temperature", "top_k", "top_p",
-    "pruned_heads", "tokenizer_class", "prefix", "bad_words_ids", "language", "license",
+    "pruned_heads", "tokenizer_class", "prefix", "bad_words_ids",
 })  # fmt: skip
 """Configuration entries that do not shape KV; everything else does. Dtype and quantization have their own fields."""
 
@@ -60,7 +60,10 @@ def identify(model: Any, plan: Plan, block_tokens: int, weight_files: Iterable[s
     """The identity of ``model`` (without PEFT's wrapper) as it is now."""
     files = list(weight_files) if weight_files is not None else _own_files(model)
     if files:
-        digest, source = weights_digest(files)
+        try:
+            digest, source = weights_digest(files)
+        except OSError as error:
+            raise ModelError(f"cannot read the weight file {error.filename!r}: {error.strerror}") from None
         digest = hashlib.sha256(b"stemkv-weights-1" + digest + _sampled_digest(model)).digest()
     else:
         digest, source = _full_digest(model), "memory"
@@ -124,7 +127,7 @@ def _weights(model: nn.Module) -> list[tuple[str, Tensor]]:
 def _sampled_digest(model: nn.Module) -> bytes:
     digest = hashlib.sha256()
     for name, tensor in _weights(model):
-        flat = tensor.detach().reshape(-1)
+        flat = torch.empty(0) if tensor.is_meta else tensor.detach().reshape(-1)
         if flat.numel() > _SAMPLES:
             flat = flat[:: flat.numel() // _SAMPLES]
         digest.update(_described(name, tensor) + _raw(flat))
@@ -132,6 +135,9 @@ def _sampled_digest(model: nn.Module) -> bytes:
 
 
 def _full_digest(model: nn.Module) -> bytes:
+    if any(tensor.is_meta for _, tensor in _weights(model)):
+        raise ModelError("some weights of the model are offloaded, so they cannot be hashed: give weight_files=")
+
     def one(item: tuple[str, Tensor]) -> bytes:
         return hashlib.sha256(_described(*item) + b"\0" + _raw(item[1].detach())).digest()
 

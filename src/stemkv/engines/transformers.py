@@ -167,7 +167,7 @@ class PrefixCache:
             try:
                 namespace = self.namespace(tenant)
                 chains = [Chain(namespace, row.tokens) for row in request.rows]
-                call = Call(self._inner, self._plan, self.pool, namespace, request, chains, self._arena)
+                call = Call(self._inner, self._plan, self.pool, namespace, request, chains, self._arena, self._fault)
                 rows = self._load(call, started + self._load_timeout_s)
             except Exception as error:  # noqa: BLE001  the boundary at which faults of the cache end
                 call, rows = None, self._unserved(request, Miss(Cause.IO_ERROR, type(error).__name__))
@@ -178,17 +178,15 @@ class PrefixCache:
 
     def _finish(self, call: Call, given: dict[str, Any]) -> Any:
         call.compute_ahead(self._chunk, self._boundaries(call), self.progress)
-        criteria = [Watch(call, self._fault), *given.pop("stopping_criteria", ())]
+        criteria = [Watch(call), *given.pop("stopping_criteria", ())]
         argument = {self._plan.argument: call.cache}
         with call.slicing():
             result = self.model.generate(**given, **argument, stopping_criteria=StoppingCriteriaList(criteria))
         if call.request.follows_text:
-            try:
+            with call.safely("storing generated text"):
                 sequences = result if isinstance(result, Tensor) else result.sequences
                 if self._stable_context is None or sequences.shape[1] <= self._stable_context:
                     call.store_text(sequences, _ends(sequences, call.prompt_columns, self._end_tokens(given)))
-            except Exception:  # noqa: BLE001  the same boundary
-                self._fault("storing generated text")
         return result
 
     def _load(self, call: Call, deadline: float) -> tuple[RowReport, ...]:
@@ -251,7 +249,7 @@ class PrefixCache:
         return tuple(rows)
 
     def _unstable(self, request: Request) -> Miss | None:
-        """Where KV would depend on more than the text: on padding, or on the text's length (rescaled positions)."""
+        """What this model makes not cacheable: KV that depends on padding or on the text's length, for example."""
         if self._padding_shapes_kv and any(row.pad for row in request.rows):
             return Miss(Cause.NOT_CACHEABLE, "padding")
         longest = max((len(row.tokens) for row in request.rows), default=0)
