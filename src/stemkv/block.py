@@ -12,7 +12,6 @@ two readers can never understand one file differently (duplicate keys, other spe
 
 from __future__ import annotations
 
-import math
 import re
 import struct
 import time
@@ -293,7 +292,7 @@ def _dimensions(tensor: TensorSpec) -> str:
 
 
 def _bounded(value: float, most: float) -> float:
-    return 0.0 if math.isnan(value) else min(max(value, 0.0), most)
+    return min(value, most) if value > 0 else 0.0  # also for NaN and -0.0, which would be written with a sign
 
 
 def _printable(text: str) -> str:
