@@ -4,8 +4,8 @@ A key is 32 bytes that depend on everything that shaped a block's KV: the namesp
 generation) and every token up to the block's end. Keys are computed here, from content, and are never
 taken from a request. ``docs/format.md`` has the derivation and pinned vectors.
 
-Different uses of one HMAC key never share a message: "id" and "root" have 2 and 4 bytes, a group key 39, and a
-chain key 36 or 40 and more.
+Different uses of one HMAC key never share a message: "id" and "root" have 2 and 4 bytes, "foreign" 7, a group key 39,
+and a chain key 36 or 40 and more.
 """
 
 from __future__ import annotations
@@ -171,3 +171,28 @@ class Chain:
             index=index,
             tokens_digest=_hmac(self.namespace.tenant_key, struct.pack("<Q", index * step // 4) + own, "sha256"),
         )
+
+
+def foreign_ref(namespace: Namespace, scheme: str, digest: bytes) -> BlockRef:
+    """The request for a block that an engine names by its own hash of all tokens up to the block's end.
+
+    For engines that tell a hash but not the tokens behind it. ``scheme`` says how the hash was made (engine, algorithm,
+    seed), ``digest`` is the hash: 32 bytes of a collision-resistant function (ValueError otherwise). The result depends
+    on nothing else. Such a block has no position and no predecessor: it is block 0 of group 0 in a chain of its own
+    kind, whose keys no chain of tokens can have.
+    """
+    if len(digest) != 32:
+        raise ValueError(f"a hash of {len(digest)} bytes cannot name a block: it takes 32 of a function like SHA-256")
+    name = framed(scheme, digest)
+    # Both under keys of their own, so that no name is a message of another use.
+    own = _hmac(namespace.key, b"foreign", "sha256")
+    key = _hmac(own, name, "sha256")
+    return BlockRef(
+        namespace=namespace,
+        key=key,
+        parent=_hmac(own, b"root", "sha256"),
+        anchor=key,
+        group=0,
+        index=0,
+        tokens_digest=_hmac(_hmac(namespace.tenant_key, b"foreign", "sha256"), name, "sha256"),
+    )
