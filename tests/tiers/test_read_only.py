@@ -80,6 +80,17 @@ def test_a_folder_that_cannot_be_made_is_refused_by_name(open_to_all: Path) -> N
     as_nobody(work)
 
 
+def test_a_folder_that_may_not_be_entered_is_refused_by_name(open_to_all: Path) -> None:
+    stored(open_to_all / "private")
+    open_to_all.chmod(0o700)
+
+    def work() -> None:
+        with pytest.raises(StoreError, match=r"cannot create the store folder .*private: Permission denied"):
+            opened(open_to_all / "private")
+
+    as_nobody(work)
+
+
 def test_a_folder_that_becomes_writable_is_written(open_to_all: Path) -> None:
     stored(open_to_all)
     share(open_to_all)

@@ -69,30 +69,30 @@ def on_disk(size: int) -> int:
     return -(-size // PAGE) * PAGE
 
 
-def open_regular(path: str) -> int:
-    """A descriptor of a regular file. Raises BlockError for a link, a pipe, a folder; never waits for a peer."""
+def open_regular(path: str) -> tuple[int, int]:
+    """(descriptor, size) of a regular file. Raises BlockError for a link, a pipe, a folder; never waits for a peer."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.ENXIO):  # a symbolic link, a socket
             raise BlockError(Cause.BAD_HEADER, "not a regular file") from None
         raise
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
+    info = os.fstat(fd)
+    if not stat.S_ISREG(info.st_mode):
         os.close(fd)
         raise BlockError(Cause.BAD_HEADER, "not a regular file")
-    return fd
+    return fd, info.st_size
 
 
 def read_file(path: str, data: memoryview) -> None:
     """Fill ``data`` from a file of exactly its size. Raises BlockError for any other size."""
-    fd = open_regular(path)
+    fd, found = open_regular(path)
     try:
-        found = os.fstat(fd).st_size
         if found != len(data):
             raise BlockError(Cause.BAD_SIZE, f"{found} bytes, not {len(data)}")
-        done = 0
+        done = os.preadv(fd, (data,), 0)
         while done < len(data):
-            got = os.preadv(fd, [data[done:]], done)
+            got = os.preadv(fd, (data[done:],), done)
             if not got:
                 raise BlockError(Cause.BAD_SIZE, f"file ended after {done} bytes")
             done += got

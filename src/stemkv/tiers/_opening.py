@@ -1,9 +1,13 @@
 """How a store folder is opened: made, repaired after a crash, refused, or served read-only."""
 
+# os.path.exists and isdir, because those of Path raise where a folder may not be entered.
+# ruff: noqa: PTH110, PTH112
+
 from __future__ import annotations
 
 import errno
 import logging
+import os
 import sqlite3
 from contextlib import suppress
 from pathlib import Path
@@ -50,7 +54,7 @@ def open_folder(folder: Folder, *, durability: str, suspect: bool = False) -> Op
         with session.opening(folder.root):
             return _open_writable(folder, durability, suspect=suspect)
     except OSError as error:
-        if error.errno in (errno.EEXIST, errno.ENOTDIR) or not folder.root.is_dir():
+        if error.errno in (errno.EEXIST, errno.ENOTDIR) or not os.path.isdir(folder.root):
             raise _unusable(folder, error) from None
         return _open_read_only(folder, io_miss(error), error.strerror or str(error))
     except sqlite3.Error as error:
@@ -60,7 +64,7 @@ def open_folder(folder: Folder, *, durability: str, suspect: bool = False) -> Op
 
 
 def _unusable(folder: Folder, error: OSError) -> StoreError:
-    where = next((p for p in (folder.root, folder.blocks) if p.exists() and not p.is_dir()), None)
+    where = next((p for p in (folder.root, folder.blocks) if os.path.exists(p) and not os.path.isdir(p)), None)
     if where is not None:
         return StoreError(f"{where} is a file, not a folder: name another folder for the store")
     return StoreError(

@@ -89,9 +89,8 @@ def _adopt(db: sqlite3.Connection, path: str, key: bytes) -> bool:
 
 def _read_header(path: str) -> tuple[Metadata, int]:
     """Metadata and size of a whole block file. Raises OSError, BlockError or ValueError for anything else."""
-    fd = open_regular(path)
+    fd, size = open_regular(path)
     try:
-        size = os.fstat(fd).st_size
         (length,) = struct.unpack("<Q", os.pread(fd, 8, 0))
         if not 0 < length <= block.MAX_HEADER_BYTES:
             raise ValueError("header length")
