@@ -256,3 +256,34 @@ def test_tiers_of_one_kind_are_counted_apart() -> None:
     with Pool([MemoryTier(1 << 20), Rotten(), MemoryTier(1), MemoryTier(1 << 20)]) as pool:
         make.store(pool, make.chain(2))
         assert [pool.metrics.total("stored_blocks", tier=t) for t in ("memory", "memory-2", "memory-3")] == [2, 0, 2]
+
+
+def test_a_block_that_several_tiers_fail_to_give_has_the_cause_of_the_nearest() -> None:
+    class Failing(MemoryTier):
+        def get(self, refs: Sequence[BlockRef], sink: Sink, **_: Any) -> list[Miss | None]:
+            return [Miss(Cause.IO_ERROR, self.name)] * len(refs)
+
+    near, far = Failing(1 << 20), Failing(1 << 20)
+    near.name, far.name = "near", "far"
+    with Pool([near, far]) as pool:
+        prompt = make.chain(2)
+        make.store(pool, prompt)
+        match = pool.match(prompt)
+        assert pool.load(match, make.Collected()) == dict.fromkeys(prompt.keys, Miss(Cause.IO_ERROR, "near"))
+        assert pool.metrics.total("failed_blocks") == 4
+        assert pool.metrics.total("lost_blocks") == 2
+
+
+def test_a_tier_is_not_asked_for_blocks_that_it_does_not_have() -> None:
+    """A farther tier that never had a block must not count a failure, nor look for a lost file."""
+    near, far = Rotten("near"), Rotten("far")
+    with Pool([near, far]) as pool:
+        prompt = make.chain(2)
+        make.store(pool, prompt)
+        far.delete(prompt.keys)
+        match = pool.match(prompt)
+        near.broken["get"] = BROKEN["raises"]
+        far.broken["get"] = BROKEN["raises"]
+        assert len(pool.load(match, make.Collected())) == 2
+        assert pool.metrics.total("failed_blocks", tier="far") == 0
+        assert pool.metrics.total("tier_faults", tier="far") == 0
