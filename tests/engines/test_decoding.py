@@ -283,3 +283,23 @@ def test_rows_that_ended_early_store_only_their_text(llama, make, pool):
     result = cache.generate(turn, max_new_tokens=4, do_sample=False)
     assert cache.last_report.cached_tokens == (stop if out.shape[1] > stop else stop - 1) // BLOCK * BLOCK
     assert torch.equal(result, llama.generate(turn, max_new_tokens=4, do_sample=False))
+
+
+def test_inference_mode_and_no_grad_mix(llama, make, pool):
+    cache, ids = make(llama), prompt(100)
+    plain = llama.generate(ids, max_new_tokens=40, do_sample=False)
+    for mode in (torch.inference_mode, torch.no_grad, torch.enable_grad, torch.inference_mode):
+        with mode():
+            assert torch.equal(cache.generate(ids, max_new_tokens=40, do_sample=False), plain)
+        pool.flush()
+    assert (cache.last_report.cached_tokens, cache.faults) == (96, 0)
+    assert pool.metrics.total("unstored_blocks") == 0
+
+
+def test_prompts_that_grow_by_one_token_are_served_at_every_length(llama, make, pool):
+    cache, ids = make(llama), prompt(70)
+    for length in range(1, 70):
+        plain, out = both(llama, cache, ids[:, :length], do_sample=False, max_new_tokens=3)
+        assert torch.equal(out, plain)
+        pool.flush()
+        assert cache.last_report.cached_tokens == (length - 1) // BLOCK * BLOCK

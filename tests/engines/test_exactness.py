@@ -72,6 +72,19 @@ def test_keys_and_values_come_back_byte_for_byte(tier, dtype, make, tmp_path, mo
     pool.close()
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "falcon_h1"])
+def test_a_store_serves_after_a_restart(family, make, tmp_path):
+    ids, outs = prompt(97), []
+    for _ in range(2):  # another pool and another copy of the model, as in another process
+        pool = Pool([FileTier(tmp_path, max_bytes=1 << 26)])
+        cache = make(tiny(family), pool)
+        outs.append(cache.generate(ids, max_new_tokens=9, do_sample=False))
+        pool.close()
+    assert cache.last_report.cached_tokens == 96
+    assert cache.last_report.rows[0].tiers == ("file",)
+    assert torch.equal(*outs)
+
+
 def test_restored_logits_are_within_tolerance_of_a_full_prefill(make, pool):
     model, ids = tiny("llama").to(torch.bfloat16), prompt(103)
     cache = make(model)

@@ -227,6 +227,11 @@ def test_encoder_decoder_models_are_refused(make):
         make(model)
 
 
+def test_models_that_look_ahead_are_refused(make):
+    with pytest.raises(UnsupportedModelError, match="depends on the tokens after it"):
+        make(tiny("gemma3_text", use_bidirectional_attention=True))
+
+
 def test_layers_of_different_shapes_are_groups_of_their_own(make):
     parts = [
         _groups._Part(i, (_groups.HitPolicy.PREFIX, 0, (("k", "F32", (heads, 16, 8)),)))

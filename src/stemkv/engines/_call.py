@@ -38,6 +38,7 @@ class Call:
         chains: Sequence[Chain],
         arena: Arena,
         fault: Callable[[str], None],
+        longest: int | None,
     ) -> None:
         assert request.ids is not None
         self.model, self.plan, self.pool, self.namespace = model, plan, pool, namespace
@@ -46,7 +47,7 @@ class Call:
         self.prompt_columns = int(request.ids.shape[1])
         self.loaded = self.covered = 0
         """Columns of the prompt that were loaded, and that the cache has (loaded or computed ahead)."""
-        self._arena, self._fault = arena, fault
+        self._arena, self._fault, self._longest = arena, fault, longest
         self.buffers = Buffers(plan, len(request.rows) * request.expand, arena)
         self.cache = DynamicCache()
         self.started = time.perf_counter()
@@ -231,8 +232,11 @@ class Call:
     def store_text(self, sequences: Tensor, ended: Sequence[int] | None) -> None:
         """Hand the full blocks of prompts and generated text to the writer.
 
-        ``ended`` has for each row the column after its last token; None while all rows go on.
+        ``ended`` has for each row the column after its last token; None while all rows go on. Nothing is stored of
+        texts longer than the call's ``longest``, from where on KV depends on more than the text.
         """
+        if self._longest is not None and sequences.shape[1] > self._longest:
+            return
         columns = min(self.buffers.columns() or int(sequences.shape[1]) - 1, int(sequences.shape[1]))
         seen: set[bytes] = set()
         for at, tokens in enumerate(sequences.tolist()):

@@ -97,15 +97,28 @@ def _settings(layer: Any) -> _Settings:
 
 @torch.no_grad()
 def _probe(model: Any, cache: DynamicCache, argument: str) -> None:
-    """Run two tokens, to see the shapes, dtypes and devices that the layers really use."""
+    """Run two tokens, to see the shapes, dtypes and devices that the layers really use; and that order matters.
+
+    Where a token's KV depends on what comes after it (bidirectional attention), no prefix can be stored.
+    """
     device = model.get_input_embeddings().weight.device
+    other = DynamicCache(config=model.config.get_text_config(decoder=True))
     was_training = model.training
     model.eval()
     try:
-        ids = torch.zeros((1, 2), dtype=torch.long, device=device)
-        model(input_ids=ids, use_cache=True, **{argument: cache})
+        for second, into in ((0, cache), (1, other)):
+            model(input_ids=torch.tensor([[0, second]], device=device), use_cache=True, **{argument: into})
     finally:
         model.train(was_training)
+    for layer, changed in zip(cache.layers, other.layers, strict=True):
+        if getattr(layer, "keys", None) is None:
+            continue
+        for first, second in ((layer.keys, changed.keys), (layer.values, changed.values)):
+            before, after = first[:, :, 0].float(), second[:, :, 0].float()
+            if not torch.allclose(before, after, rtol=0, atol=0.01 * float(before.abs().max())):
+                raise UnsupportedModelError(
+                    f"in {type(model).__name__} a token's state depends on the tokens after it: no prefix can be stored"
+                )
 
 
 class _Part(NamedTuple):

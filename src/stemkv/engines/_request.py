@@ -167,7 +167,8 @@ def context_length(config: Any) -> tuple[int | None, int | None]:
     changing = [r for r in sets if r.get("rope_type") in ("dynamic", "longrope")]
     if not changing:
         return longest, None
-    originals = [r.get("original_max_position_embeddings") or longest for r in changing]
+    own = getattr(text, "original_max_position_embeddings", None) or longest
+    originals = [r.get("original_max_position_embeddings") or own for r in changing]
     return None if any(r["rope_type"] == "dynamic" for r in changing) else longest, min(
         (int(o) for o in originals if o), default=None
     )

@@ -167,7 +167,8 @@ class PrefixCache:
             try:
                 namespace = self.namespace(tenant)
                 chains = [Chain(namespace, row.tokens) for row in request.rows]
-                call = Call(self._inner, self._plan, self.pool, namespace, request, chains, self._arena, self._fault)
+                call = Call(self._inner, self._plan, self.pool, namespace, request, chains, self._arena, self._fault,
+                            self._stable_context)  # fmt: skip
                 rows = self._load(call, started + self._load_timeout_s)
             except Exception as error:  # noqa: BLE001  the boundary at which faults of the cache end
                 call, rows = None, self._unserved(request, Miss(Cause.IO_ERROR, type(error).__name__))
@@ -185,8 +186,7 @@ class PrefixCache:
         if call.request.follows_text:
             with call.safely("storing generated text"):
                 sequences = result if isinstance(result, Tensor) else result.sequences
-                if self._stable_context is None or sequences.shape[1] <= self._stable_context:
-                    call.store_text(sequences, _ends(sequences, call.prompt_columns, self._end_tokens(given)))
+                call.store_text(sequences, _ends(sequences, call.prompt_columns, self._end_tokens(given)))
         return result
 
     def _load(self, call: Call, deadline: float) -> tuple[RowReport, ...]:
