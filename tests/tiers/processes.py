@@ -6,6 +6,7 @@ They fork from this small process without threads, so that a worker starts in a 
 import json
 import os
 import random
+import shutil
 import signal
 import sys
 import time
@@ -78,6 +79,23 @@ def load(root: Path, seed: int, until: float = float("inf")) -> None:
             tier.delete([REFS[some[0]].key])
         else:
             tier.touch([REFS[i].key for i in some])
+    tier.close()
+
+
+def rough_load(root: Path, seed: int, until: float) -> None:
+    """As :func:`load`, in a folder that somebody damages meanwhile: any miss is fine, wrong bytes are not."""
+    chance = random.Random(seed)
+    tier = FileTier(root, max_bytes=20 * BLOCK, reserve_bytes=0, retry_s=0.0)
+    while time.monotonic() < until:
+        refs = [REFS[i] for i in chance.sample(range(len(REFS)), 4)]
+        tier.put([RECORDS[r.key] for r in refs])
+        sink = Collector()
+        results = tier.get(refs, sink, sealer=samples.PLAIN)
+        assert all(sink.payloads[i] == samples.payload(refs[i]) for i, miss in enumerate(results) if miss is None)
+        tier.touch([r.key for r in refs])
+        tier.contains([r.key for r in refs])
+        tier.explain(refs[0])
+        tier.stats()
     tier.close()
 
 
@@ -173,7 +191,52 @@ def crowd(root: Path, seed: int, writers: int) -> dict[str, object]:
     return {**report, "complaints": complaints.read_text() if complaints.exists() else ""}
 
 
+def vandal(root: Path, seed: int, acts: int) -> dict[str, object]:
+    """Somebody damages and removes parts of the folder while several processes use it."""
+    chance, complaints = random.Random(seed), root.parent / "complaints"
+    until = time.monotonic() + acts * 0.05
+    pids = [forked(lambda n=n: rough_load(root, seed + n, until), complaints) for n in range(3)]  # type: ignore[misc]
+    manifest, done = root / "manifest.sqlite3", 0
+    while time.monotonic() < until - 0.2:
+        time.sleep(0.04)
+        try:
+            match chance.randrange(6):
+                case 0:
+                    manifest.unlink()
+                case 1:
+                    with manifest.open("r+b") as file:
+                        file.seek(chance.randrange(0, 8192))
+                        file.write(os.urandom(2000))
+                case 2:
+                    shutil.rmtree(root)
+                case 3:
+                    shutil.rmtree(root / chance.choice(["blocks", "sessions"]))
+                case 4:
+                    chance.choice(list((root / "blocks").rglob("*.safetensors"))).unlink()
+                case _:
+                    Path(f"{manifest}-wal").unlink()
+            done += 1
+        except (OSError, IndexError):
+            pass  # somebody was faster
+    for pid in pids:
+        os.waitpid(pid, 0)
+    open_tier(root).close()
+    os.waitpid(forked(lambda: settled(root), complaints), 0)
+    return {"acts": done, "complaints": complaints.read_text() if complaints.exists() else ""}
+
+
+def settled(root: Path) -> None:
+    """After the damage has ended everything is in order, and stores work."""
+    tier = open_tier(root)
+    check_consistent(tier)
+    assert not leftovers(root)
+    assert tier.put([RECORDS[REFS[0].key]]) == [None]
+    assert read(tier, [0]) == 1
+    check_consistent(tier)
+    tier.close()
+
+
 if __name__ == "__main__":
     name, folder, seed, count = sys.argv[1:]
-    scenario = {"kill": kill, "same": same, "crowd": crowd}[name]
+    scenario = {"kill": kill, "same": same, "crowd": crowd, "vandal": vandal}[name]
     print(json.dumps(scenario(Path(folder), int(seed), int(count))))

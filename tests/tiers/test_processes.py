@@ -42,3 +42,7 @@ def test_processes_that_store_and_evict_at_once_keep_the_cap(folder: Path) -> No
     result = run("crowd", folder, 3)
     assert result["evicted"] > 20
     assert result["hits"] > 0
+
+
+def test_a_folder_damaged_while_in_use_heals_and_never_gives_wrong_bytes(folder: Path) -> None:
+    assert run("vandal", folder, 70)["acts"] > 20

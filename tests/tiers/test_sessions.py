@@ -181,3 +181,28 @@ def test_a_smaller_cap_is_met_when_the_folder_is_opened(root: Path) -> None:
     assert tier.contains(KEYS) == [True] * 2 + [False] * 4
     check_consistent(tier)
     tier.close()
+
+
+def test_without_a_fault_nothing_is_opened_anew(root: Path) -> None:
+    tier = opened(root)
+    before = tier._store.opened
+    for seed in range(3):
+        other = opened(root)
+        assert other.put(samples.records(samples.refs(samples.chain(2, seed=seed)))) == [None] * 2
+        assert tier.put(samples.records(samples.refs(samples.chain(2, seed=seed + 10)))) == [None] * 2
+        other.close()
+    assert tier._store.opened is before
+    tier.close()
+
+
+def test_a_log_removed_by_hand_loses_no_room(root: Path) -> None:
+    """Rows that were only in the manifest's log are gone; their files are adopted, not left without a row."""
+    tier = opened(root)
+    tier.put(samples.records(REFS))
+    (root / "manifest.sqlite3-wal").unlink()
+    assert tier.put(samples.records(REFS)) == [None] * 6
+    check_consistent(tier)
+    tier.close()
+    tier = opened(root)
+    check_consistent(tier)
+    tier.close()

@@ -60,7 +60,7 @@ def open_folder(folder: Folder, *, durability: str, suspect: bool = False) -> Op
     except sqlite3.Error as error:
         if damaged(error) and not suspect:
             return open_folder(folder, durability=durability, suspect=True)
-        return _open_read_only(folder, fault(error), str(error))
+        return _open_read_only(folder, fault(error), f"{folder.manifest.name}: {error}")
 
 
 def _unusable(folder: Folder, error: OSError) -> StoreError:
@@ -81,7 +81,7 @@ def _open_writable(folder: Folder, durability: str, *, suspect: bool) -> Opened:
         others = session.others(folder.root, mine)
         boot = _boot_id()
         # A power cut can take the sessions too, so a new boot counts as an unclean end.
-        lost_rows = manifest.new or manifest.boot() != boot
+        lost_rows = suspect or manifest.new or manifest.boot() != boot
         if lost_rows or others.dead:
             _repair(folder, manifest, others, boot, adopt=lost_rows)
     except BaseException:
@@ -91,6 +91,8 @@ def _open_writable(folder: Folder, durability: str, *, suspect: bool) -> Opened:
 
 
 def _open_manifest(folder: Folder, durability: str, *, suspect: bool) -> Manifest:
+    if not folder.manifest.exists():
+        _set_aside(folder)  # only its log may be left, of a manifest that others still hold open
     try:
         manifest = Manifest(folder.manifest, durability=durability)
         if manifest.intact(_boot_id(), suspect=suspect):
@@ -101,10 +103,15 @@ def _open_manifest(folder: Folder, durability: str, *, suspect: bool) -> Manifes
             raise
     # Not a sound database any more. The block files say everything that the manifest needs to know.
     log.warning("%s is damaged and is built anew from the block files", folder.manifest)
-    for suffix in ("-wal", "-shm", ""):  # the log first: it must never meet another database
+    _set_aside(folder)
+    return Manifest(folder.manifest, durability=durability)
+
+
+def _set_aside(folder: Folder) -> None:
+    """Rename the manifest, its log first: that must never meet another database."""
+    for suffix in ("-wal", "-shm", ""):
         with suppress(FileNotFoundError):
             Path(f"{folder.manifest}{suffix}").replace(f"{folder.manifest}.damaged{suffix}")
-    return Manifest(folder.manifest, durability=durability)
 
 
 def _repair(folder: Folder, manifest: Manifest, others: session.Others, boot: str, *, adopt: bool) -> None:

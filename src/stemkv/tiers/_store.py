@@ -64,6 +64,7 @@ class Store:
             if opened.writer is not None and opened.session is not None and not self._suspect:
                 if opened.session.there() and not opened.writer.moved():
                     return None
+                self._suspect = True  # somebody removed or replaced parts of the folder
             elif time.monotonic() < self._retry_at:
                 return opened.why
             try:

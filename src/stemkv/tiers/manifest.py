@@ -98,7 +98,7 @@ class Index:
         self._stamp: tuple[int, ...] | None = None
         """How the files looked when they were opened as unchanging; None while SQLite itself sees changes."""
         self._reader = self._open()
-        self._file = _identity_of(path)
+        self._files = _identities(path)
 
     def _open(self) -> sqlite3.Connection:
         stamp, self._stamp = _stamp(self.path), None
@@ -110,8 +110,8 @@ class Index:
             return _opened(self.path, "ro&immutable=1")
 
     def moved(self) -> bool:
-        """Whether the file that was opened is no longer the manifest of the folder."""
-        return _identity_of(self.path) != self._file
+        """Whether the files that were opened are no longer those of the folder. Nobody removes them while in use."""
+        return _identities(self.path) != self._files
 
     def contains(self, keys: Sequence[bytes]) -> set[bytes]:
         """Those of ``keys`` that have a row."""
@@ -329,7 +329,10 @@ class Manifest(Index):
 
 def damaged(error: sqlite3.Error) -> bool:
     """Whether ``error`` says that the database itself is broken, not that it cannot be reached."""
-    return type(error) is sqlite3.DatabaseError or str(error).startswith(("no such table", "no such column"))
+    if type(error) is sqlite3.DatabaseError:
+        return True
+    too_short = getattr(error, "sqlite_errorname", "") == "SQLITE_IOERR_SHORT_READ"  # named since Python 3.11
+    return too_short or str(error).startswith(("no such table", "no such column"))
 
 
 def fault(error: OSError | sqlite3.Error) -> Miss:
@@ -376,6 +379,8 @@ def _checked_format(connection: sqlite3.Connection, path: Path) -> int:
             f"format {FORMAT}: upgrade stemkv or name another folder"
         )
     empty = not connection.execute("SELECT 1 FROM sqlite_master LIMIT 1").fetchone()
+    if application == APPLICATION_ID and version < 1:
+        raise sqlite3.DatabaseError(f"{path} has no format")
     if application != APPLICATION_ID and (application or version or not empty):
         raise StoreError(f"{path} is a database, but not a stemkv manifest: name another folder")
     return version
@@ -398,12 +403,14 @@ def _identity(raw: bytes | None) -> Identity | None:
         return None  # written by a version with other fields
 
 
-def _identity_of(path: Path) -> tuple[int, int] | None:
-    try:
-        info = path.stat()
-    except OSError:
-        return None
-    return info.st_dev, info.st_ino
+def _identities(path: Path) -> list[tuple[int, int]]:
+    """Device and inode of the database and its log."""
+    found = []
+    for name in (path, f"{path}-wal"):
+        with suppress(OSError):
+            info = Path(name).stat()
+            found.append((info.st_dev, info.st_ino))
+    return found
 
 
 def _stamp(path: Path) -> tuple[int, ...]:
