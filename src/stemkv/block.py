@@ -104,10 +104,13 @@ def record_bytes(spec: GroupSpec) -> int:
     return header_bytes(spec) + spec.payload_bytes
 
 
-def begin(ref: BlockRef) -> tuple[memoryview, memoryview]:
-    """A new zeroed record for ``ref`` and the view of its payload, which the engine fills."""
-    spec = ref.spec
-    data = memoryview(bytearray(record_bytes(spec)))
+def begin(ref: BlockRef, buffer: bytearray | None = None) -> tuple[memoryview, memoryview]:
+    """A record for ``ref`` and the view of its payload, all of which the engine fills.
+
+    The record is new and zeroed, or lies in ``buffer`` if that has its size: fresh memory costs as much as tagging.
+    """
+    spec, size = ref.spec, record_bytes(ref.spec)
+    data = memoryview(buffer if buffer is not None and len(buffer) == size else bytearray(size))
     return data, data[header_bytes(spec) :]
 
 

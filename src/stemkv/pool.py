@@ -333,6 +333,8 @@ class Pool:
         return done
 
     def _store(self, refs: Sequence[BlockRef], source: BlockSource, cost_s: float) -> None:
+        reusable = not any(tier.keeps_records for tier in self.tiers)
+        buffers: dict[int, bytearray] = {}
         for share in _rounds(refs):
             has = [tier.here([r.key for r in share]) for tier in self._guards]
             records: dict[int, block.Record] = {}
@@ -340,7 +342,10 @@ class Pool:
                 lacking = [tier for tier, here in zip(self._guards, has, strict=True) if not here[i]]
                 if not lacking:
                     continue
-                record = self._capture(ref, source, cost_s)
+                buffer = buffers.get(i)
+                if reusable and (buffer is None or len(buffer) != block.record_bytes(ref.spec)):
+                    buffer = buffers[i] = bytearray(block.record_bytes(ref.spec))
+                record = self._capture(ref, source, cost_s, buffer)
                 if isinstance(record, Miss):
                     self._not_put(lacking, [ref], record, by="store")
                 else:
@@ -349,9 +354,11 @@ class Pool:
                 self.metrics.add("known_blocks", sum(here), tier=tier.name)
                 self._put(tier, [record for i, record in records.items() if not here[i]], by="store")
 
-    def _capture(self, ref: BlockRef, source: BlockSource, cost_s: float) -> block.Record | Miss:
+    def _capture(
+        self, ref: BlockRef, source: BlockSource, cost_s: float, buffer: bytearray | None
+    ) -> block.Record | Miss:
         try:
-            data, payload = block.begin(ref)
+            data, payload = block.begin(ref, buffer)
             source.fill(ref, payload)
             return block.finish(ref, data, cost_s, self.sealer)
         except Exception as error:  # the engine's boundary: its fault costs this block, not the process

@@ -56,6 +56,9 @@ class Tier(ABC):
     name: str
     """Short name for metrics and headers, for example ``memory`` or ``file``."""
 
+    keeps_records: bool = True
+    """Whether :meth:`put` may hold on to a record's memory; if no tier does, the pool uses that memory again."""
+
     def __init__(self) -> None:
         self._leases: Counter[bytes] = Counter()
         self._lease_lock = threading.Lock()

@@ -41,7 +41,8 @@ from stemkv.tiers._disk import Folder, on_disk
 from stemkv.tiers._store import Store
 from stemkv.tiers.base import Tier, TierStats, io_miss
 from stemkv.tiers.explain import explain_absence
-from stemkv.tiers.manifest import Manifest, Totals, fault, row_for
+from stemkv.tiers.index import Totals, fault
+from stemkv.tiers.manifest import Manifest, row_for
 
 log = logging.getLogger("stemkv")
 
@@ -67,6 +68,7 @@ class FileTier(Tier):
     """
 
     name = "file"
+    keeps_records = False
 
     def __init__(
         self,
@@ -201,13 +203,15 @@ class FileTier(Tier):
                 results.update(self._publish(records, written))
 
     def delete(self, keys: Sequence[bytes]) -> int:
-        count = 0
+        deleted = 0
         if keys and self._store.refusal() is None:
-            with self._store.noting(), self._store.transaction() as db:
-                for key in keys:
-                    _disk.remove(self._folder.file(key))
-                    count += Manifest.delete(db, key)
-        return count
+            with self._store.noting():
+                with self._store.transaction() as db:
+                    for key in keys:
+                        _disk.remove(self._folder.file(key))
+                    count = sum(Manifest.delete(db, key) for key in keys)
+                deleted = count  # only after the commit
+        return deleted
 
     def touch(self, keys: Sequence[bytes]) -> None:
         if keys and self._store.refusal() is None:
