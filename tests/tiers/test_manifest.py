@@ -38,7 +38,7 @@ def test_a_database_of_somebody_else_is_refused_and_left_alone(root: Path, mark:
     assert (root / "manifest.sqlite3").read_bytes() == before
 
 
-@pytest.mark.parametrize("where", [".", "blocks"])
+@pytest.mark.parametrize("where", [".", "blocks", "sessions"])
 def test_a_file_where_a_folder_should_be_is_refused_by_name(root: Path, where: str) -> None:
     path = root / where
     path.parent.mkdir(exist_ok=True)

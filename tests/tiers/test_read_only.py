@@ -136,7 +136,7 @@ def test_a_read_only_mount_without_a_manifest_is_empty(
 def test_a_read_only_reader_sees_what_a_writer_adds(
     read_only_mount: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, writer_first: bool
 ) -> None:
-    monkeypatch.setattr("stemkv.tiers.manifest._REFRESH_S", 0.0)
+    monkeypatch.setattr("stemkv.tiers.index._REFRESH_S", 0.0)
     real, view = read_only_mount
     stored(real)
     writer = opened(real) if writer_first else None

@@ -18,7 +18,8 @@ from stemkv.misses import Miss
 from stemkv.tiers import session
 from stemkv.tiers._disk import Folder
 from stemkv.tiers.base import io_miss
-from stemkv.tiers.manifest import Index, Manifest, damaged, fault
+from stemkv.tiers.index import Index, damaged, fault
+from stemkv.tiers.manifest import Manifest
 from stemkv.tiers.repair import repair
 from stemkv.tiers.session import Session
 
@@ -64,7 +65,8 @@ def open_folder(folder: Folder, *, durability: str, suspect: bool = False) -> Op
 
 
 def _unusable(folder: Folder, error: OSError) -> StoreError:
-    where = next((p for p in (folder.root, folder.blocks) if os.path.exists(p) and not os.path.isdir(p)), None)
+    parts = (folder.root, folder.blocks, folder.root / "sessions")
+    where = next((p for p in parts if os.path.exists(p) and not os.path.isdir(p)), None)
     if where is not None:
         return StoreError(f"{where} is a file, not a folder: name another folder for the store")
     return StoreError(

@@ -19,7 +19,8 @@ from stemkv.misses import Cause, Miss
 from stemkv.tiers._disk import Folder
 from stemkv.tiers._opening import Opened, open_folder
 from stemkv.tiers.base import io_miss
-from stemkv.tiers.manifest import WRITE_WAIT_S, Index, Manifest, damaged, fault
+from stemkv.tiers.index import Index, damaged, fault
+from stemkv.tiers.manifest import WRITE_WAIT_S, Manifest
 
 log = logging.getLogger("stemkv")
 
