@@ -201,3 +201,27 @@ def test_states_of_another_shape_are_refused_rather_than_broadcast():
     filled(layer, 3, rows=2)
     with pytest.raises(RuntimeError, match="rows"):
         filled(layer, 1, rows=1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_repeatable_gives_the_same_bits_with_and_without_a_hit(make, dtype):
+    model = tiny("llama").to(dtype)
+    cache = make(model, repeatable=True)
+    cold, warm = (
+        cache.generate(prompt(101), max_new_tokens=4, return_dict_in_generate=True, output_logits=True)
+        for _ in range(2)
+        if cache.pool.flush()
+    )
+    assert cache.last_report.cached_tokens == 96
+    assert torch.equal(cold.sequences, warm.sequences)
+    assert all(torch.equal(a, b) for a, b in zip(cold.logits, warm.logits, strict=True))
+
+
+def test_repeatable_holds_for_batches_with_padding(make):
+    ids, mask = prompt(101, rows=2), torch.ones(2, 101, dtype=torch.long)
+    mask[1, :13] = 0
+    cache = make(tiny("llama").to(torch.bfloat16), repeatable=True)
+    given = {"attention_mask": mask, "max_new_tokens": 4, "return_dict_in_generate": True, "output_logits": True}
+    cold, warm = (cache.generate(ids, **given) for _ in range(2) if cache.pool.flush())
+    assert cache.last_report.cached_tokens > 0
+    assert all(torch.equal(a, b) for a, b in zip(cold.logits, warm.logits, strict=True))

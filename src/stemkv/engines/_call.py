@@ -15,14 +15,13 @@ from stemkv.engines._arena import Arena
 from stemkv.engines._blocks import Buffers, CopyOut, Row
 from stemkv.engines._groups import Plan
 from stemkv.engines._request import Request
+from stemkv.engines.prompt_progress import Progress
 from stemkv.identity import HitPolicy
 from stemkv.keys import Chain, Namespace
 from stemkv.pool import Pool
 
 _STORE_EVERY = 1024
 """Generated tokens after which a model with sliding windows stores them, to let go of what the window passed."""
-
-Progress = Callable[[int, int], None]
 
 
 class Call:
@@ -40,11 +39,13 @@ class Call:
         fault: Callable[[str], None],
         longest: int | None,
     ) -> None:
-        assert request.ids is not None
+        if request.ids is None:
+            raise ValueError("a call without token ids cannot be cached")
+        self.ids = request.ids
         self.model, self.plan, self.pool, self.namespace = model, plan, pool, namespace
         self.request, self.chains = request, list(chains)
         self.block_tokens = namespace.identity.block_tokens
-        self.prompt_columns = int(request.ids.shape[1])
+        self.prompt_columns = int(self.ids.shape[1])
         self.loaded = self.covered = 0
         """Columns of the prompt that were loaded, and that the cache has (loaded or computed ahead)."""
         self._arena, self._fault, self._longest = arena, fault, longest
@@ -103,26 +104,33 @@ class Call:
             for stack in self.buffers.stacks(group):
                 stack.zero(rows, max(0, padding - dropped.get(group, 0)))
 
-    def compute_ahead(self, chunk: int, boundaries: Sequence[int], progress: Progress | None) -> None:
+    def last_full_column(self) -> int:
+        """The column up to which a hit on every block of every prompt would reach."""
+        return min(
+            row.pad + (len(row.tokens) - 1) // self.block_tokens * self.block_tokens for row in self.request.rows
+        )
+
+    def compute_ahead(self, chunk: int, boundaries: Sequence[int], split: int | None, progress: Progress) -> None:
         """Compute all but the last part of the prompt, which is left to generate.
 
-        Stops every ``chunk`` columns, and at ``boundaries`` (in blocks) where a recurrent state is to be kept.
+        Stops every ``chunk`` columns, at ``boundaries`` (in blocks) where a recurrent state is to be kept, and at
+        column ``split``.
         """
         self.started = time.perf_counter()
         pad = self.request.rows[0].pad
         at, total = self.covered, self.prompt_columns
         states = {pad + b * self.block_tokens for b in boundaries if pad + b * self.block_tokens > at}
-        stops = states | set(range(at + chunk, total, chunk))
+        chunks = set(range(at + chunk, total, chunk))
+        stops = states | chunks | ({split} if split is not None and split > at else set())
         for stop in sorted(s for s in stops if s < total):
             self._forward(at, stop)
             self.covered = at = stop
             with self.safely("storing a part of a prompt"):
-                self._after_part(stop, whole_chunk=stop not in states)
-            if progress is not None:
-                progress(at, total)
+                self._after_part(stop, whole_chunk=stop in chunks)
+            progress(at, total)
 
     def _after_part(self, stop: int, *, whole_chunk: bool) -> None:
-        if not whole_chunk or self._on_boundary(stop):
+        if self._on_boundary(stop):
             self.keep_states(stop)
         if whole_chunk:
             self.store_prompt(stop)
@@ -142,8 +150,8 @@ class Call:
     @torch.no_grad()
     def _forward(self, start: int, stop: int) -> None:
         """Run the model over columns ``start:stop`` the way generate would."""
-        ids, mask = self._expanded(self.request.ids), self._expanded(self.request.mask)
-        assert ids is not None
+        ids = self._expanded(self.ids)
+        mask = None if self.request.mask is None else self._expanded(self.request.mask)
         ones = torch.ones_like(ids) if mask is None else mask.to(ids.device)
         positions = (ones.long().cumsum(-1) - 1).masked_fill(ones == 0, 0)[:, :stop]
         padded = mask is not None and not bool((mask[:, :stop] != 0).all())
@@ -160,10 +168,8 @@ class Call:
         )
         self.model(**inputs, return_dict=True)
 
-    def _expanded(self, tensor: Tensor | None) -> Tensor | None:
-        return (
-            tensor if tensor is None or self.request.expand == 1 else tensor.repeat_interleave(self.request.expand, 0)
-        )
+    def _expanded(self, tensor: Tensor) -> Tensor:
+        return tensor if self.request.expand == 1 else tensor.repeat_interleave(self.request.expand, 0)
 
     # -- during generate -----------------------------------------------------------------------------------
 
@@ -271,10 +277,13 @@ class Call:
 
 
 class Watch(StoppingCriteria):
-    """Never stops anything; tells the call about every token. After a fault it only watches the rest go by."""
+    """Never stops anything; tells the call about every token. After a fault it only watches the rest go by.
 
-    def __init__(self, call: Call) -> None:
-        self._call = call
+    ``computed`` is called once, with the prompt's columns, when the first new token exists.
+    """
+
+    def __init__(self, call: Call, computed: Callable[[int], None]) -> None:
+        self._call, self._computed = call, computed
         self._first = self._working = True
 
     def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Any:
@@ -286,5 +295,7 @@ class Watch(StoppingCriteria):
                     self._call.first_token()
                 self._call.next_token(input_ids)
                 self._working = True
+        if self._first:
             self._first = False
+            self._computed(self._call.prompt_columns)
         return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)

@@ -146,14 +146,12 @@ class GrowingLayer:
             if self.window and not self.hold and not self.record_past:
                 drop = max(0, self.filled - (self.window - 1))
             self._move(drop, max(needed - drop + _MIN_ROOM, (needed - drop) * 3 // 2))
-        assert self.key_buffer is not None
-        assert self.value_buffer is not None
-        return self.key_buffer, self.value_buffer
+        return _there(self.key_buffer), _there(self.value_buffer)
 
     def _move(self, drop: int, capacity: int) -> None:
         """Go on in new buffers of ``capacity`` columns, leaving out the first ``drop`` columns."""
         self.key_buffer, self.value_buffer = (
-            _copy_columns(t, drop, self.filled, capacity) for t in (self.key_buffer, self.value_buffer)
+            _copy_columns(_there(t), drop, self.filled, capacity) for t in (self.key_buffer, self.value_buffer)
         )
         self.dropped, self.filled, self.frozen = self.dropped + drop, self.filled - drop, 0
 
@@ -177,8 +175,13 @@ def _fits(buffer: Tensor, states: Tensor) -> bool:
     )
 
 
-def _copy_columns(old: Tensor | None, start: int, stop: int, capacity: int) -> Tensor:
-    assert old is not None
+def _there(buffer: Tensor | None) -> Tensor:
+    if buffer is None:
+        raise RuntimeError("a cache layer without keys and values was asked to grow")
+    return buffer
+
+
+def _copy_columns(old: Tensor, start: int, stop: int, capacity: int) -> Tensor:
     new = old.new_empty((*old.shape[:2], capacity, old.shape[-1]))
     new[:, :, : stop - start].copy_(old[:, :, start:stop])
     return new

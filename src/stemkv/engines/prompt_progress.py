@@ -9,6 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+Progress = Callable[[int, int], None]
+"""Called with the tokens of a prompt that are done, and all of them; may raise to give the prompt up."""
+
 
 class PromptProgress:
     """Calls ``step(done, total)`` in tokens before every layer of a forward over several tokens.
@@ -17,7 +20,7 @@ class PromptProgress:
     it is never called.
     """
 
-    def __init__(self, model: Any, step: Callable[[int, int], None]) -> None:
+    def __init__(self, model: Any, step: Progress) -> None:
         self._step = step
         self._at = self._now = self._total = 0
         self._layers = len(layers := decoder_layers(model))

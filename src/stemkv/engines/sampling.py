@@ -13,7 +13,6 @@ from typing import Any, Protocol
 
 import msgspec
 
-from stemkv.engines.prompt_progress import PromptProgress
 from stemkv.keys import framed
 from stemkv.misses import Miss
 
@@ -106,7 +105,6 @@ class TextEngine:
         self._report_progress = progress
         self._cancelled: Callable[[], bool] = _never
         self._cache = make_cache(self._on_progress)
-        self._prompt = PromptProgress(loaded.model, self._on_progress)
         self.context_length: int = loaded.context_length
         self.vocab_size = int(loaded.model.config.get_text_config().vocab_size)
         self.eos_ids = _eos_ids(loaded)
@@ -129,12 +127,7 @@ class TextEngine:
         else:
             torch.manual_seed(sampling.seed)
         logits = _Logits(prompt, sampling)
-        tokens = _Tokens(lambda: self._computed(len(prompt)), on_token, logits)
-
-        def begin(report: Any) -> None:
-            lookup = _lookup(report)
-            self._prompt.begin(lookup.cached_tokens, lookup.prompt_tokens)
-            on_lookup(lookup)
+        tokens = _Tokens(on_token, logits)
 
         ids = torch.tensor([prompt], device=self._model.device)
         self._cancelled = cancelled
@@ -147,23 +140,19 @@ class TextEngine:
                 stopping_criteria=[_Stop(lambda: tokens.stopped or cancelled())],
                 streamer=tokens,
                 tenant=_scoped(self._cache.tenant, scope) if scope else None,
-                on_report=begin,
+                on_report=lambda report: on_lookup(_lookup(report)),
             )
         except CancelledError:
             return
         finally:
             self._cancelled = _never
-            self._computed(len(prompt))
+            self._tell(len(prompt), len(prompt))
 
     def _on_progress(self, done: int, total: int) -> None:
         """Called before each layer, and between the pieces of a very long prompt: the places to give it up."""
         if self._cancelled():
             raise CancelledError
         self._tell(done, total)
-
-    def _computed(self, total: int) -> None:
-        self._prompt.end()
-        self._tell(total, total)
 
     def _tell(self, done: int, total: int) -> None:
         if self._report_progress is not None:
@@ -271,21 +260,17 @@ class _Tokens:
 
     def __init__(
         self,
-        on_first: Callable[[], None],
         on_token: Callable[[int, TokenLogprob | None], bool],
         logits: _Logits,
     ) -> None:
-        self._on_first, self._on_token, self._logits = on_first, on_token, logits
-        self._prompt_seen = self._begun = False
+        self._on_token, self._logits = on_token, logits
+        self._prompt_seen = False
         self.stopped = False
 
     def put(self, value: Any) -> None:
         if not self._prompt_seen:
             self._prompt_seen = True
             return
-        if not self._begun:
-            self._begun = True
-            self._on_first()
         for token in value.flatten().tolist():
             logprob = self._logits.take(token)
             if not self.stopped:

@@ -7,7 +7,8 @@ import logging
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,11 @@ from transformers import StoppingCriteriaList
 
 from stemkv.engines._arena import Arena
 from stemkv.engines._blocks import LoadInto
-from stemkv.engines._call import Call, Progress, Watch
+from stemkv.engines._call import Call, Watch
 from stemkv.engines._groups import survey
 from stemkv.engines._identity import base_model, change_marker, identify
 from stemkv.engines._request import Request, context_length, read_request, setting
+from stemkv.engines.prompt_progress import Progress, PromptProgress
 from stemkv.identity import HitPolicy, Identity
 from stemkv.keys import PUBLIC_ROOT, Chain, Namespace
 from stemkv.match import Match
@@ -72,9 +74,14 @@ class PrefixCache:
 
     ``weight_files`` are the files the model was loaded from; left out, they are found by the model's own record
     of its origin, else the weights in memory are hashed. Prompts are computed in pieces of ``prefill_chunk``
-    tokens, so that ``progress(done, total)`` can be called in between and memory stays bounded; up to that length
-    they are computed in one go, which is fastest. Loading takes at most ``load_timeout_s``; what is not there by
-    then is computed. Raises UnsupportedModelError for a model with a layer that cannot be cached.
+    tokens, so that memory stays bounded; up to that length they are computed in one go, which is fastest.
+    ``progress(done, total)`` is called as the model works through a prompt and may raise to give it up. Loading takes
+    at most ``load_timeout_s``; what is not there by then is computed.
+
+    ``repeatable`` computes a new prompt's full blocks and its tail in two steps, as a later hit on all of them will:
+    the same prompt then gives the same bits with and without that hit. It costs one small forward pass on a miss.
+
+    Raises UnsupportedModelError for a model with a layer that cannot be cached.
     """
 
     def __init__(
@@ -88,6 +95,7 @@ class PrefixCache:
         block_tokens: int = 64,
         prefill_chunk: int = 8192,
         progress: Progress | None = None,
+        repeatable: bool = False,
         root: bytes = PUBLIC_ROOT,
         load_timeout_s: float = 10.0,
     ) -> None:
@@ -95,11 +103,13 @@ class PrefixCache:
         self.pool = pool
         self.tenant, self.generation = tenant, generation
         self.progress = progress
+        self._repeatable = repeatable
         self.last_report = Report((), 0.0)
         self.faults = 0
         """Faults of the cache that were turned into uncached computing."""
         self._inner = base_model(model)
         self._plan = survey(self._inner, block_tokens)
+        self._prompt = PromptProgress(self._inner, self._tell) if progress is not None else None
         # Padding runs through recurrent states, and shifts positions unless the model takes them from outside.
         positions = "position_ids" in inspect.signature(self._inner.forward).parameters
         self._padding_shapes_kv = self._plan.has(HitPolicy.EXACT) or not positions
@@ -178,16 +188,38 @@ class PrefixCache:
         return call
 
     def _finish(self, call: Call, given: dict[str, Any]) -> Any:
-        call.compute_ahead(self._chunk, self._boundaries(call), self.progress)
-        criteria = [Watch(call), *given.pop("stopping_criteria", ())]
+        split = call.last_full_column() if self._repeatable else None
+        criteria = [Watch(call, self._computed), *given.pop("stopping_criteria", ())]
         argument = {self._plan.argument: call.cache}
-        with call.slicing():
-            result = self.model.generate(**given, **argument, stopping_criteria=StoppingCriteriaList(criteria))
+        with self._telling(call):
+            call.compute_ahead(self._chunk, self._boundaries(call), split, self._tell)
+            with call.slicing():
+                result = self.model.generate(**given, **argument, stopping_criteria=StoppingCriteriaList(criteria))
         if call.request.follows_text:
             with call.safely("storing generated text"):
                 sequences = result if isinstance(result, Tensor) else result.sequences
                 call.store_text(sequences, _ends(sequences, call.prompt_columns, self._end_tokens(given)))
         return result
+
+    @contextmanager
+    def _telling(self, call: Call) -> Iterator[None]:
+        """Report progress until the prompt is computed or given up."""
+        if self._prompt is not None:
+            self._prompt.begin(call.loaded, call.prompt_columns)
+        try:
+            yield
+        finally:
+            if self._prompt is not None:
+                self._prompt.end()
+
+    def _computed(self, columns: int) -> None:
+        if self._prompt is not None:
+            self._prompt.end()
+        self._tell(columns, columns)
+
+    def _tell(self, done: int, total: int) -> None:
+        if self.progress is not None:
+            self.progress(done, total)
 
     def _load(self, call: Call, deadline: float) -> tuple[RowReport, ...]:
         without: set[bytes] = set()
