@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from stemkv.engines.loading import Loaded, load_model
 from transformers import DynamicCache
 
 from harness import interleaved, seconds
 from stemkv import FileTier, MemoryTier, Pool
+from stemkv.engines.loading import Loaded, load_model
 from stemkv.engines.transformers import PrefixCache
 
 TOKENS, NEW, REUSED = 4096, 16, 4032

@@ -91,6 +91,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             description="Tokens in a block, the unit of storage; changing it makes everything stored so far a miss.",
         ),
     ] = 64
+    repeatable: Annotated[
+        bool,
+        Meta(description="Same bits with and without a hit for equal prompts; a small forward pass more on a miss."),
+    ] = False
     host: Annotated[str, Meta(description="Address the server listens on.")] = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535, description="Port the server listens on; 0 for any free one.")] = 8000
     max_queue: Annotated[

@@ -15,7 +15,9 @@ def demo(tmp_path_factory):
     """The finished demo: (what it printed, the steps it wrote)."""
     folder = tmp_path_factory.mktemp("demo")
     command = [sys.executable, "-m", "stemkv.cli.main", "demo", "--tokens", "700", "--new-tokens", "8"]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, env={**os.environ, "HF_HUB_OFFLINE": "1"})
+    done = subprocess.run(
+        command, cwd=folder, capture_output=True, text=True, env={**os.environ, "HF_HUB_OFFLINE": "1"}
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout, json.loads((folder / "demo.json").read_text())["steps"]
 

@@ -84,6 +84,7 @@ WRONG: dict[str, list[Any]] = {
     "queue_bytes": [-1],
     "secret_file": [5],
     "seal": ["yes", 2, "", "on"],
+    "repeatable": ["maybe", 3],
     "generation": [-1, "two", 2**63, 1.5],
     "block_tokens": [0, 4097, "", "64 tokens"],
     "host": [127],

@@ -47,7 +47,7 @@ FAMILIES = {
 
 def tiny(family: str = "llama", *, seed: int = 0, **changes):
     """A small random model in fp32, the same for the same arguments."""
-    config = AutoConfig.for_model(family, **(COMMON | FAMILIES[family] | changes))
+    config = AutoConfig.for_model(family, **{**COMMON, **FAMILIES[family], **changes})
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config).eval()
     # Random models of this size repeat themselves; larger weights make their choices depend on the whole text.

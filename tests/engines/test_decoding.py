@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList, TextStreamer
@@ -57,7 +59,7 @@ def assistant():
     return tiny("llama", num_hidden_layers=1, seed=5)
 
 
-MODES = {
+MODES: dict[str, dict[str, Any]] = {
     "greedy": {"do_sample": False},
     "sampling": {"do_sample": True, "temperature": 0.8, "top_k": 20},
     "beams": {"num_beams": 3, "do_sample": False},

@@ -166,7 +166,9 @@ def test_layers_do_what_transformers_layers_do(window):
 def test_frozen_columns_are_never_written_in_place():
     layer = FullLayer()
     filled(layer, 20)
-    buffer, before = layer.key_buffer, layer.key_buffer[:, :, :20].clone()
+    buffer = layer.key_buffer
+    assert buffer is not None
+    before = buffer[:, :, :20].clone()
     layer.frozen = 20
     layer.crop(-10)
     filled(layer, 10, seed=1)
@@ -179,6 +181,7 @@ def test_a_window_grows_no_further_than_it_has_to():
     layer = WindowLayer(8)
     for step in range(2000):
         filled(layer, 1, seed=step % 7)
+    assert layer.key_buffer is not None
     assert layer.key_buffer.shape[2] < 200
     assert layer.get_seq_length() == 2000
     layer.trim(1990)

@@ -20,7 +20,7 @@ class Broken(MemoryTier):
     """A tier of which one method can be made to raise or to report a miss."""
 
     broken = ""
-    miss_after = None
+    miss_after: int | None = None
 
     def contains(self, keys):
         if self.broken == "contains":
@@ -48,7 +48,6 @@ class Broken(MemoryTier):
 def broken():
     tier = Broken(max_bytes=1 << 28)
     pool = Pool([tier])
-    pool.tier = tier
     yield pool
     tier.broken = ""
     pool.close()
@@ -68,11 +67,11 @@ def test_a_tier_that_raises(method, family, make, broken, caplog):
     if method == "get":
         check(model, cache, ids)
         broken.flush()
-    broken.tier.broken = method
+    broken.tiers[0].broken = method
     for _ in range(2):
         check(model, cache, ids)
         broken.flush()
-    broken.tier.broken = ""
+    broken.tiers[0].broken = ""
     check(model, cache, ids)
     broken.flush()
     check(model, cache, ids)
@@ -85,7 +84,7 @@ def test_blocks_that_fail_to_load_shorten_the_run(family, left, make, broken):
     cache, ids = make(model, broken), prompt(100)
     check(model, cache, ids)
     broken.flush()
-    broken.tier.miss_after = 3
+    broken.tiers[0].miss_after = 3
     check(model, cache, ids)
     assert cache.last_report.cached_tokens == left
     assert cache.last_report.miss == Miss(Cause.IO_ERROR, "injected")

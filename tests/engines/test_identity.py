@@ -14,6 +14,7 @@ from stemkv.engines import _groups
 from stemkv.engines._identity import config_digest
 from stemkv.engines._request import context_length
 from stemkv.errors import UnsupportedModelError
+from stemkv.identity import HitPolicy
 
 from .conftest import prompt, tiny
 
@@ -234,8 +235,7 @@ def test_models_that_look_ahead_are_refused(make):
 
 def test_layers_of_different_shapes_are_groups_of_their_own(make):
     parts = [
-        _groups._Part(i, (_groups.HitPolicy.PREFIX, 0, (("k", "F32", (heads, 16, 8)),)))
-        for i, heads in enumerate([2, 4, 2])
+        _groups._Part(i, (HitPolicy.PREFIX, 0, (("k", "F32", (heads, 16, 8)),))) for i, heads in enumerate([2, 4, 2])
     ]
     assert [spec.layers for spec in _groups._grouped(parts)] == [(0, 2), (1,)]
 

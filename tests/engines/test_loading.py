@@ -37,7 +37,7 @@ def failure(name, **settings):
 
 
 def test_a_folder_is_loaded_silently(folder, capfd):
-    steps = []
+    steps: list[str] = []
     loaded = load_model(str(folder), progress=steps.append)
     assert steps == ["loading transformers", "reading the tokenizer", "reading the weights"]
     assert [path.name for path in loaded.weight_files] == ["model.safetensors"]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from transformers import DynamicCache
 
-from stemkv.engines.transformers import PrefixCache
+from stemkv.engines.transformers import PrefixCache, Report
 from stemkv.pool import Pool
 from stemkv.tiers.file import FileTier
 
@@ -37,7 +39,12 @@ def test_a_restored_prefix_is_bit_for_bit_the_kept_one(smollm2, pool):
     kept = DynamicCache(config=model.config)
     with torch.no_grad():
         model(ids[:, :704], cache=kept, logits_to_keep=1)
-    settings = {"max_new_tokens": 8, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+    settings: dict[str, Any] = {
+        "max_new_tokens": 8,
+        "do_sample": False,
+        "output_logits": True,
+        "return_dict_in_generate": True,
+    }
     expected = model.generate(ids, cache=kept, **settings)
     cache = PrefixCache(model, pool, weight_files=smollm2.weight_files)
     got = cache.generate(ids, **settings)
@@ -49,7 +56,7 @@ def test_a_restored_prefix_is_bit_for_bit_the_kept_one(smollm2, pool):
 def test_restored_logits_are_within_tolerance_of_a_full_prefill(smollm2, pool):
     model, ids = smollm2.model, smollm2.tokenizer(TEXT, return_tensors="pt").input_ids[:, :725]
     cache = PrefixCache(model, pool, weight_files=smollm2.weight_files)
-    settings = {"max_new_tokens": 1, "output_logits": True, "return_dict_in_generate": True}
+    settings: dict[str, Any] = {"max_new_tokens": 1, "output_logits": True, "return_dict_in_generate": True}
     full = cache.generate(ids, **settings).logits[0]
     pool.flush()
     warm = cache.generate(ids, **settings).logits[0]
@@ -73,7 +80,7 @@ def test_a_chat_goes_on_from_its_own_answer(smollm2, pool):
         ("user", "When?"),
     )
     assert torch.equal(second[:, : first.shape[1]], first)
-    reports = []
+    reports: list[Report] = []
     cache.generate(second, max_new_tokens=4, do_sample=False, on_report=reports.append)
     assert reports == [cache.last_report]
     assert cache.last_report.cached_tokens > first.shape[1]
@@ -82,7 +89,12 @@ def test_a_chat_goes_on_from_its_own_answer(smollm2, pool):
 def test_stop_strings_stop_at_the_same_place(smollm2, pool):
     cache = PrefixCache(smollm2.model, pool, weight_files=smollm2.weight_files)
     ids = chat(smollm2, ("system", TEXT[:600]), ("user", "Say hello."))
-    settings = {"max_new_tokens": 30, "do_sample": False, "stop_strings": ["."], "tokenizer": smollm2.tokenizer}
+    settings: dict[str, Any] = {
+        "max_new_tokens": 30,
+        "do_sample": False,
+        "stop_strings": ["."],
+        "tokenizer": smollm2.tokenizer,
+    }
     plain = smollm2.model.generate(ids, **settings)
     for _ in range(2):
         assert torch.equal(cache.generate(ids, **settings), plain)

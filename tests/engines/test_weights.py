@@ -34,7 +34,12 @@ def files(tmp_path):
 def hashed(monkeypatch):
     """Names of the files that were really read."""
     names, real = [], weights._hash_file
-    monkeypatch.setattr(weights, "_hash_file", lambda path, advance: names.append(path.name) or real(path, advance))
+
+    def noted(path, advance):
+        names.append(path.name)
+        return real(path, advance)
+
+    monkeypatch.setattr(weights, "_hash_file", noted)
     return names
 
 

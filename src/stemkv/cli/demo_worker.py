@@ -19,7 +19,6 @@ from stemkv.cli.demo_text import QUESTION, policy
 from stemkv.config import Settings, open_pool
 from stemkv.errors import StemKVError
 
-
 _STEPS = 4
 """Steps of loading a model that are announced, and the end."""
 
@@ -84,6 +83,7 @@ def main() -> int:
         loaded.model,
         pool,
         weight_files=loaded.weight_files,
+        repeatable=True,  # the answers are compared
         progress=lambda done, total: emit("computing", done=done, total=total),
     )
     prompt = prompt_ids(loaded.tokenizer, task.prompt_tokens)

@@ -50,6 +50,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     keys = "keys that callers must send, one a line; needed to listen beyond this machine"
     parser.add_argument("--api-key-file", type=Path, metavar="FILE", help=keys)
     parser.add_argument("--seal", action="store_true", default=None, help="encrypt the store; needs --secret-file")
+    repeatable = "same bits with and without a hit; a little slower on a miss"
+    parser.add_argument("--repeatable", action="store_true", default=None, help=repeatable)
     parser.add_argument("--quiet", action="store_true", help="no line for each request")
     defaults = Settings()
     for option, name, kind, shown, text in _SETTINGS:
@@ -74,7 +76,8 @@ def _typed(kind: Any) -> Any:
 
 def run(arguments: argparse.Namespace) -> int:
     """Serve until a signal. Everything that can be wrong is found out before the model is loaded."""
-    overrides = {name: getattr(arguments, name) for _, name, *_ in _SETTINGS} | {"seal": arguments.seal}
+    overrides = {name: getattr(arguments, name) for _, name, *_ in _SETTINGS}
+    overrides |= {"seal": arguments.seal, "repeatable": arguments.repeatable}
     settings = load_settings(overrides, file=arguments.config)
     _check_extras()
     from stemkv.server import auth  # noqa: PLC0415
@@ -135,6 +138,7 @@ def _engine(loaded: Any, settings: Settings, pool: Pool) -> Any:
             block_tokens=settings.block_tokens,
             progress=progress,
             root=read_secret(settings),
+            repeatable=settings.repeatable,
         )
 
     return TextEngine(loaded, make_cache, _PromptBar())

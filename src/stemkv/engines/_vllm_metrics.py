@@ -33,12 +33,12 @@ class StemKVStats(KVConnectorStats):
 
     def reset(self) -> None:
         """Start anew."""
-        self.data: dict[str, float] = {}
+        self.data: dict[str, Any] = {}
 
     def aggregate(self, other: Any) -> StemKVStats:
         """Add another rank's or interval's increments."""
         for key, value in other.data.items():
-            self.data[key] = self.data.get(key, 0.0) + value
+            self.data[key] = float(self.data.get(key, 0.0)) + value
         return self
 
     def reduce(self) -> dict[str, int | float]:
