@@ -7,6 +7,8 @@ import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
+from typing import Any
+
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -18,12 +20,12 @@ from stemkv.tiers.memory import MemoryTier
 
 BLOCK = 16
 VOCAB = 128
-COMMON = {
+COMMON: dict[str, Any] = {
     "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 1024,
     "pad_token_id": 0, "bos_token_id": None, "eos_token_id": None,
 }  # fmt: skip
-FAMILIES = {
+FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen3": {},
     "mistral": {"sliding_window": 40},
