@@ -45,12 +45,12 @@ class Done(NamedTuple):
 
 
 class _Job:
-    """The keys, blocks and rows of one transfer, in the engine's order."""
+    """The keys and rows of one transfer, in the engine's order."""
 
     def __init__(
-        self, number: int, keys: Sequence[bytes], refs: Sequence[BlockRef], rows: Sequence[int], timeout_s: float
+        self, number: int, keys: Sequence[bytes], rows: Sequence[int], timeout_s: float, *, store: bool
     ) -> None:
-        self.id, self.keys, self.refs, self.rows = number, keys, refs, rows
+        self.id, self.keys, self.rows, self.store = number, keys, rows, store
         self.started = time.monotonic()
         self.deadline = self.started + timeout_s
         self.lock = threading.Lock()
@@ -58,7 +58,12 @@ class _Job:
         """Set to False exactly once, under the lock; rows are not touched afterwards."""
         self.outcome: list[Miss | None] = [Miss(Cause.DEADLINE)] * len(keys)
         self.left = len(keys)
-        self.store = False
+
+    def fail(self, miss: Miss) -> None:
+        """Say why nothing of it was done."""
+        with self.lock:
+            if self.live:
+                self.outcome = [miss] * len(self.keys)
 
     def done(self) -> Done:
         misses = {key: miss for key, miss in zip(self.keys, self.outcome, strict=True) if miss is not None}
@@ -91,9 +96,9 @@ class _ToRow(Sink):
 class _FromRow:
     """Copies rows into new blocks, while their job is live."""
 
-    def __init__(self, job: _Job, rows: Rows) -> None:
+    def __init__(self, job: _Job, refs: Sequence[BlockRef], rows: Rows) -> None:
         self._job, self._rows = job, rows
-        self._row_of = {ref.key: row for ref, row in zip(job.refs, job.rows, strict=True)}
+        self._row_of = {ref.key: row for ref, row in zip(refs, job.rows, strict=True)}
 
     def fill(self, ref: BlockRef, payload: memoryview) -> None:
         with self._job.lock:
@@ -105,59 +110,67 @@ class _FromRow:
 class Jobs:
     """Transfers of one pool. ``load``, ``store`` and ``finished`` never block; nothing raises for a fault of the pool.
 
-    ``threads`` load in parallel, at most ``most`` blocks wait for them; what does not fit fails at once. ``present``
-    says which keys are stored (asked once after each store).
+    ``name`` makes a block of one of the engine's keys. ``present`` says which blocks are stored (asked once after each
+    store). ``threads`` load in parallel. At most ``most`` blocks wait for these threads, and as many for storing: what
+    does not fit fails at once.
     """
 
     def __init__(
         self,
         pool: Pool,
         rows: Rows,
+        name: Callable[[bytes], BlockRef],
         present: Callable[[Sequence[bytes]], Sequence[bool]],
         *,
         threads: int,
         most: int = 65536,
     ) -> None:
-        self._pool, self._rows, self._present, self._most = pool, rows, present, most
+        self._pool, self._rows, self._name, self._present, self._most = pool, rows, name, present, most
         self._changed = threading.Condition()
         self._live: dict[int, _Job] = {}
         self._over: deque[Done] = deque()
-        self._tasks: deque[tuple[_Job, int]] = deque()
+        self._loads: deque[tuple[_Job, int]] = deque()
+        self._stores: deque[tuple[_Job, Callable[[], Sequence[BlockRef]]]] = deque()
+        self._to_store = 0
         self._closing = False
-        for number in range(threads):  # daemons, so that a hanging read does not keep the process from ending
-            threading.Thread(target=self._work, name=f"stemkv-tier-load-{number}", daemon=True).start()
+        # Daemons, so that a hanging read does not keep the process from ending.
+        for number in range(threads):
+            threading.Thread(target=self._work_on_loads, name=f"stemkv-tier-load-{number}", daemon=True).start()
+        threading.Thread(target=self._work_on_stores, name="stemkv-tier-store", daemon=True).start()
 
-    def load(
-        self, number: int, keys: Sequence[bytes], refs: Sequence[BlockRef], rows: Sequence[int], timeout_s: float
-    ) -> None:
-        """Begin to load ``refs`` into ``rows``."""
-        job = _Job(number, keys, refs, rows, timeout_s)
-        with self._changed:
-            if self._closing or len(self._tasks) + len(refs) > self._most:
-                self._refuse(job, Miss(Cause.CLOSED if self._closing else Cause.DROPPED))
-                return
-            self._live[number] = job
-            self._tasks.extend((job, index) for index in range(len(refs)))
-            self._changed.notify_all()
-        if not refs:
-            self._end(job)
+    def load(self, number: int, keys: Sequence[bytes], rows: Sequence[int], timeout_s: float) -> None:
+        """Begin to load the blocks of ``keys`` into ``rows``."""
+        job = _Job(number, keys, rows, timeout_s, store=False)
+        if self._admit(job, len(self._loads)):
+            with self._changed:
+                self._loads.extend((job, index) for index in range(len(keys)))
+                self._changed.notify_all()
 
     def store(
-        self, number: int, keys: Sequence[bytes], refs: Sequence[BlockRef], rows: Sequence[int], timeout_s: float
+        self,
+        number: int,
+        keys: Sequence[bytes],
+        rows: Sequence[int],
+        timeout_s: float,
+        blocks: Callable[[], Sequence[BlockRef]],
     ) -> None:
-        """Begin to store ``rows`` as ``refs``."""
-        job = _Job(number, keys, refs, rows, timeout_s)
-        job.store = True
-        source = _FromRow(job, self._rows)
+        """Begin to store ``rows`` as ``blocks()``, those of ``keys``, which is called on a thread of ours."""
+        job = _Job(number, keys, rows, timeout_s, store=True)
+        if self._admit(job, self._to_store):
+            with self._changed:
+                self._stores.append((job, blocks))
+                self._to_store += len(keys)
+                self._changed.notify_all()
+
+    def _admit(self, job: _Job, waiting: int) -> bool:
         with self._changed:
-            self._live[number] = job
-        # First in, first out: this runs right after the blocks were stored.
-        after = writer.Job(run=lambda: self._stored(job), nbytes=0, keys=(), abandoned=lambda: self._end(job))
-        blocks = [(0, index) for index in range(len(refs))]
-        queued = self._pool.store(_RefChain(refs), blocks, source, cost_s=0.0)
-        if queued < len(refs) or not self._pool.writer.submit(after):
-            job.outcome = [Miss(Cause.DROPPED)] * len(keys)
-            self._end(job)
+            self._live[job.id] = job
+        if self._closing or waiting + len(job.keys) > self._most:
+            job.fail(Miss(Cause.CLOSED if self._closing else Cause.DROPPED))
+        elif job.keys:
+            return True
+        self._end(job)
+        return False
 
     def finished(self) -> list[Done]:
         """Jobs that are over since the last call, those that ran out of time among them."""
@@ -193,25 +206,26 @@ class Jobs:
             self._closing = True
         self.drain(timeout_s)
         with self._changed:
-            self._tasks.clear()
+            self._loads.clear()
+            self._stores.clear()
             self._changed.notify_all()
 
-    # -- on worker threads -----------------------------------------------------------------------------------------
+    # -- on threads of ours --------------------------------------------------------------------------------------------
 
-    def _work(self) -> None:
+    def _work_on_loads(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._tasks or self._closing)
-                if not self._tasks:
+                self._changed.wait_for(lambda: self._loads or self._closing)
+                if not self._loads:
                     return
-                job, index = self._tasks.popleft()
+                job, index = self._loads.popleft()
             if job.live:
                 self._loaded(job, index, self._load_one(job, index))
 
     def _load_one(self, job: _Job, index: int) -> Miss | None:
-        ref = job.refs[index]
-        match = Match(Chain(ref.namespace, ()), 0, (ref,), (0,), None, 0)
         try:
+            ref = self._name(job.keys[index])
+            match = Match(Chain(ref.namespace, ()), 0, (ref,), (0,), None, 0)
             return self._pool.load(match, _ToRow(job, index, self._rows), deadline=job.deadline).get(ref.key)
         except Exception as error:  # the engine's boundary: a fault costs this block, not the process
             log.exception("a block could not be loaded")
@@ -227,8 +241,33 @@ class Jobs:
         if last:
             self._end(job)
 
-    def _stored(self, job: _Job) -> None:
-        here = self._present([ref.key for ref in job.refs])
+    def _work_on_stores(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._stores or self._closing)
+                if not self._stores:
+                    return
+                job, blocks = self._stores.popleft()
+                self._to_store -= len(job.keys)
+            if job.live:
+                try:
+                    self._begin_store(job, blocks())
+                except Exception as error:  # the engine's boundary, as above
+                    log.exception("%d blocks could not be stored", len(job.keys))
+                    job.fail(Miss(Cause.NOT_CAPTURED, type(error).__name__))
+                    self._end(job)
+
+    def _begin_store(self, job: _Job, refs: Sequence[BlockRef]) -> None:
+        source = _FromRow(job, refs, self._rows)
+        queued = self._pool.store(_RefChain(refs), [(0, i) for i in range(len(refs))], source, cost_s=0.0)
+        # First in, first out: this runs right after the blocks were stored.
+        after = writer.Job(run=lambda: self._stored(job, refs), nbytes=0, keys=(), abandoned=lambda: self._end(job))
+        if queued < len(refs) or not self._pool.writer.submit(after):
+            job.fail(Miss(Cause.DROPPED))
+            self._end(job)
+
+    def _stored(self, job: _Job, refs: Sequence[BlockRef]) -> None:
+        here = self._present([ref.key for ref in refs])
         with job.lock:
             if job.live:
                 job.outcome = [None if found else Miss(Cause.UNSEEN) for found in here]  # the pool counts why
@@ -244,8 +283,3 @@ class Jobs:
             self._live.pop(job.id, None)
             self._over.append(job.done())
             self._changed.notify_all()
-
-    def _refuse(self, job: _Job, miss: Miss) -> None:
-        job.live = False
-        job.outcome = [miss] * len(job.keys)
-        self._over.append(job.done())

@@ -159,7 +159,7 @@ class StemKVTier(SecondaryTierManager):
         self._guards = guarded(pool.tiers, pool.metrics)
         self._rows = _Rows(view, self.block_size_bytes)
         self._lookups = Lookups(self._present, timeout_s=options.lookup_timeout_s)
-        self._jobs = Jobs(pool, self._rows, self._here, threads=options.load_threads)
+        self._jobs = Jobs(pool, self._rows, self._names.ref, self._here, threads=options.load_threads)
         self._pool = pool
         log.info("stemkv's vLLM tier keeps rows of %d bytes in %s", self.block_size_bytes, options.settings.store)
 
@@ -242,12 +242,11 @@ class StemKVTier(SecondaryTierManager):
                 return
             keys, rows = list(job.keys), [int(row) for row in job.chunk_ids]
             if store:
-                refs = [self._names.following(key, job.req_context) for key in keys]
-                self._jobs.store(job.job_id, keys, refs, rows, self._options.store_timeout_s)
+                before = self._names.before(keys, job.req_context)
+                blocks = functools.partial(self._names.chained, keys, before)
+                self._jobs.store(job.job_id, keys, rows, self._options.store_timeout_s, blocks)
             else:
-                self._jobs.load(
-                    job.job_id, keys, [self._names.ref(key) for key in keys], rows, self._options.load_timeout_s
-                )
+                self._jobs.load(job.job_id, keys, rows, self._options.load_timeout_s)
         except Exception:  # the engine's boundary
             log.exception("stemkv's vLLM tier could not begin a transfer")
             self.count("call_faults", "submit_store" if store else "submit_load")
