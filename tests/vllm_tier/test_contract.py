@@ -98,8 +98,8 @@ def test_every_counter_reaches_prometheus_and_none_is_counted_twice(start: Any) 
     assert value("asked_keys", result="miss") == 1
     assert value("load_results", result="loaded") == 3
     assert value("store_results", result="stored") == 3
-    assert value("stored_blocks", tier="file", by="store", cause="", call="") == 3
-    assert value("loaded_blocks", tier="file", by="", cause="", call="") == 3
+    assert value("stored_blocks", tier="file", by="store") == 3
+    assert value("loaded_blocks", tier="file") == 3
 
 
 def test_counters_add_up(start: Any) -> None:

@@ -115,7 +115,7 @@ def test_the_folder_replaced_by_a_file(start: Any, tmp_path: Path) -> None:
 def test_no_room_left(start: Any) -> None:
     engine: Engine = start({"reserve_bytes": 1 << 60})
     engine.store(keys(3))
-    assert engine.counters()["unstored_blocks", ("file", "no-space", "store", "")] == 3
+    assert engine.counters()["unstored_blocks", ("file", "no-space", "store")] == 3
     engine.drop_primary()
     assert set(engine.lookup(keys(3)).values()) == {MISS}
 
@@ -131,7 +131,7 @@ def test_a_folder_that_cannot_be_written_is_read(start: Any, tmp_path: Path, mon
     monkeypatch.setattr("stemkv.tiers.file._disk.write_file", refuse, raising=False)
     monkeypatch.setattr(FileTier, "_write_once", refuse)
     engine.store(keys(3, text=1))
-    assert engine.counters()["unstored_blocks", ("file", "read-only", "store", "")] == 3
+    assert engine.counters()["unstored_blocks", ("file", "read-only", "store")] == 3
     engine.drop_primary()
     assert engine.load(keys(3)) == content
 

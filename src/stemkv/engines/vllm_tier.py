@@ -42,6 +42,7 @@ except ImportError as error:
     ) from error
 
 from stemkv.config import open_pool, read_secret
+from stemkv.engines._vllm_metrics import _LABELS
 from stemkv.engines._vllm_tier_identity import check_supported, engine_config, hash_scheme, identities
 from stemkv.engines._vllm_tier_jobs import Done, Jobs
 from stemkv.engines._vllm_tier_lookups import Lookups
@@ -66,7 +67,6 @@ _OWN_COUNTERS = {
     "store_results": "Blocks of finished stores, by result: stored, or the cause why not.",
     "call_faults": "Calls that failed inside the tier and were answered as a miss, by result: the call.",
 }
-_LABELS = ("tier", "cause", "by", "call")
 _GONE = frozenset({Cause.EVICTED, Cause.UNSEEN, *(cause for cause in Cause if cause.value.startswith("bad-"))})
 """Causes after which a block is no longer stored."""
 _MOST_TOUCHED = 65536
@@ -129,7 +129,7 @@ class StemKVTier(SecondaryTierManager):
     ) -> None:
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         self._counts: Counter[tuple[str, tuple[str, ...]]] = Counter()
-        self._told: dict[tuple[str, tuple[str, ...]], float] = {}
+        self._told: Counter[tuple[str, tuple[str, ...]]] = Counter()
         self._touched: dict[bytes, None] = {}
         self._failed: list[JobResult] = []
         self._events: list[OffloadingEvent] = []
@@ -312,22 +312,22 @@ class StemKVTier(SecondaryTierManager):
     @classmethod
     def build_metric_definitions(cls, extra_config: Mapping[str, Any]) -> dict[str, OffloadingCounterMetadata]:  # noqa: ARG003
         """The tier's own counters and those of its pool."""
-        pool = {name: (text, _LABELS) for name, text in COUNTERS.items() if name not in _OF_ENGINES}
+        pool = {name: (text, _LABELS.get(name, ())) for name, text in COUNTERS.items() if name not in _OF_ENGINES}
         own = {name: (text, ("result",)) for name, text in _OWN_COUNTERS.items()}
         return {PREFIX + name: OffloadingCounterMetadata(*what) for name, what in (pool | own).items()}
 
     @_calm(lambda: None)
     def get_stats(self) -> OffloadingConnectorStats | None:
         """What was counted since the last call."""
-        now: dict[tuple[str, tuple[str, ...]], float] = dict(self._counts)
+        now: Counter[tuple[str, tuple[str, ...]]] = Counter(self._counts)
         if self._pool is not None:
-            now |= {("asked_keys", (result,)): n for result, n in self._lookups.counts.items()}
+            now.update({("asked_keys", (result,)): n for result, n in self._lookups.counts.items()})
             for (name, pairs), value in self._pool.metrics.snapshot().items():
                 if name not in _OF_ENGINES:
-                    now[name, tuple(dict(pairs).get(label, "") for label in _LABELS)] = value
+                    now[name, tuple(dict(pairs).get(label, "") for label in _LABELS.get(name, ()))] += value  # type: ignore[assignment]
         stats = OffloadingConnectorStats()
         for (name, labels), value in now.items():
-            grown = value - self._told.get((name, labels), 0)
+            grown = value - self._told[name, labels]
             if grown:
                 stats.increase_counter(PREFIX + name, grown, labels)
         self._told = now
