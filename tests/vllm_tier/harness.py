@@ -146,7 +146,8 @@ class Engine:
         for one, row in zip(output.keys_to_store, output.store_spec.chunk_ids, strict=True):
             rows[row] = np.frombuffer(content[one], np.uint8)
         del rows
-        self.manager.complete_store(output.keys_to_store, context)
+        if output.keys_to_store:
+            self.manager.complete_store(output.keys_to_store, context)
         self.manager.on_request_finished(context)
         if settle:
             self.settle()
