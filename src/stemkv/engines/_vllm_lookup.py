@@ -53,7 +53,8 @@ class Lookup:
     """One question; the answer comes from a thread. Not an answer in time is a miss."""
 
     def __init__(self, timeout_s: float) -> None:
-        self._deadline = time.monotonic() + timeout_s
+        self.started = time.monotonic()
+        self._deadline = self.started + timeout_s
         self.found: Found | None = None
 
     def answer(self) -> tuple[Found | None, bool]:

@@ -13,7 +13,7 @@ OLDEST = (0, 12)
 """The first vLLM whose connectors get the KV layout (``kv_cache_config``) and hybrid models (``SupportsHMA``)."""
 NEWEST_TESTED = "0.32.0"
 SUPPORTED = f"{OLDEST[0]}.{OLDEST[1]} or later, tested with {NEWEST_TESTED}"
-NOT_HERE = frozenset({"host", "port", "max_queue", "drain_s"})
+NOT_HERE = frozenset({"repeatable", "host", "port", "max_queue", "drain_s"})
 """Settings of ``stemkv serve`` that mean nothing inside vLLM."""
 
 

@@ -24,8 +24,8 @@ from stemkv.identity import Identity
 from stemkv.misses import Cause, Miss
 
 log = logging.getLogger("stemkv")
-_AGAIN_S = 30.0
-"""A block that a worker was told to store is not asked for again for so long."""
+_STORING_S = 2.0
+"""A lookup may miss a block that a worker was told to store so shortly before: it is not asked for again."""
 _REMEMBERED = 1 << 16
 _NOT_KNOWN = frozenset({Cause.DEADLINE, Cause.IO_ERROR, Cause.PENDING, Cause.CLOSED, Cause.NOT_CACHEABLE})
 """Misses that say nothing about whether a block is there."""
@@ -187,6 +187,7 @@ class SchedulerSide:
         keys = state.lookup.found.keys if state.lookup.found else ()
         if 0 <= block < len(keys):
             self.announced.absent(keys[block : block + 1])
+            self._asked.pop(keys[block], None)
         if block < 0:
             self._lookups.found_sick()
         if block <= 0 or state.failures > 1:
@@ -200,9 +201,9 @@ class SchedulerSide:
         return tuple(tuple(block_ids[group]) for group in self._group_ids)
 
     def _send_prompt(self, step: Step, name: str) -> None:
-        state = self._requests[name]
-        found = state.lookup.found
-        if not state.sent and found is not None and found.prompt is not None:
+        state = self._requests.get(name)
+        found = state.lookup.found if state is not None else None
+        if state is not None and not state.sent and found is not None and found.prompt is not None:
             step.prompts[name] = found.prompt
             state.sent = True
 
@@ -237,7 +238,8 @@ class SchedulerSide:
         if ids is None:
             return
         pages = self._pages(ids)
-        for start, end in self._not_asked_lately(found.keys, first, stop):
+        since = state.lookup.started - _STORING_S
+        for start, end in self._not_asked_since(since, found.keys, first, stop):
             cut = tuple(
                 group[start * self._size // tokens : end * self._size // tokens]
                 for group, tokens in zip(pages, self._page_tokens, strict=True)
@@ -245,12 +247,12 @@ class SchedulerSide:
             step.saves.append(Save(name, start, end, cut))
             self._send_prompt(step, name)
 
-    def _not_asked_lately(self, keys: Any, first: int, stop: int) -> list[tuple[int, int]]:
-        """Runs of blocks in ``first:stop`` that no other request has just had stored."""
+    def _not_asked_since(self, since: float, keys: Any, first: int, stop: int) -> list[tuple[int, int]]:
+        """Runs of blocks in ``first:stop`` that no other request has had stored since then."""
         now = time.monotonic()
         runs: list[tuple[int, int]] = []
         for index in range(first, stop):
-            if now - self._asked.get(keys[index], -_AGAIN_S) < _AGAIN_S:
+            if self._asked.get(keys[index], 0.0) > since:
                 continue
             self._asked[keys[index]] = now
             self._asked.move_to_end(keys[index])

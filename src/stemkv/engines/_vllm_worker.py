@@ -203,6 +203,10 @@ class WorkerSide:
                 self._report.failed[name] = loading.failed_at
         return Ended(ended, failed, pages)
 
+    def in_flight(self) -> set[str]:
+        """Requests that are being loaded."""
+        return set(self._loading)
+
     # -- storing -------------------------------------------------------------------------------------------------
 
     def save(self, step: Step) -> None:

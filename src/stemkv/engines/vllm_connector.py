@@ -41,7 +41,7 @@ except ImportError as error:
 from stemkv.engines import _vllm_events, _vllm_identity, _vllm_metrics  # noqa: E402  after the checks above
 from stemkv.engines._vllm_messages import Handshake, Step  # noqa: E402
 from stemkv.engines._vllm_scheduler import SchedulerSide  # noqa: E402
-from stemkv.engines._vllm_worker import WorkerSide  # noqa: E402
+from stemkv.engines._vllm_worker import Ended, WorkerSide  # noqa: E402
 
 log = logging.getLogger("stemkv")
 _TransferResults: Any = getattr(_base, "KVConnectorTransferResults", None)
@@ -84,6 +84,7 @@ class StemKVConnector(KVConnectorBase_V1, SupportsHMA):
         self._config, self._kv_cache = vllm_config, kv_cache_config
         self._counted = _vllm_metrics.Since()
         self._invalid_pages: set[int] = set()
+        self._waiting: set[str] = set()
         with _Start(self):
             self._options = read_options(vllm_config.kv_transfer_config.kv_connector_extra_config or {})
             _vllm_identity.check_supported(vllm_config)
@@ -140,6 +141,7 @@ class StemKVConnector(KVConnectorBase_V1, SupportsHMA):
         """Begin this step's loads."""
         step = self._connector_metadata
         if self._worker is not None and isinstance(step, Step):
+            self._waiting.update(load.request for load in step.loads)
             self._worker.start_loads(step.loads)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
@@ -155,21 +157,29 @@ class StemKVConnector(KVConnectorBase_V1, SupportsHMA):
         if self._worker is not None and isinstance(step, Step):
             self._worker.save(step)
 
-    @_boundary(lambda: (None, None))
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Requests whose load has ended, for a vLLM without :meth:`get_transfer_results`."""
-        if self._worker is None:
-            return None, None
-        ended = self._worker.poll()
+        ended = self._ended_loads()
         self._invalid_pages |= ended.pages
         return None, ended.all or None
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
         """Requests whose load has ended, and those whose load failed."""
-        if self.off or self._worker is None:
-            return _TransferResults()
-        ended = self._worker.poll()
+        ended = self._ended_loads()
         return _TransferResults(finished_recving=ended.all, failed_recving=ended.failed)
+
+    def _ended_loads(self) -> Ended:
+        """What the worker says; a request whose load it knows nothing of has failed: nobody may wait for ever."""
+        if not self._waiting or self._worker is None:
+            return Ended(set(), set(), set())
+        try:
+            ended = self._worker.poll()
+            lost = self._waiting - ended.all - self._worker.in_flight()
+        except Exception:  # noqa: BLE001  the same boundary
+            self.fault("get_transfer_results")
+            ended, lost = Ended(set(), set(), set()), set(self._waiting)
+        self._waiting -= ended.all | lost
+        return Ended(ended.all | lost, ended.failed | lost, ended.pages)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Engine blocks that failed to load, where :meth:`get_finished` was asked."""
