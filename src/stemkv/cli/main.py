@@ -18,6 +18,7 @@ from stemkv.errors import StemKVError
 VERBS = {
     "serve": ("stemkv.cli.serve", "serve a model with an OpenAI-compatible API; prompts computed once are kept"),
     "demo": ("stemkv.cli.demo", "see it work: one long prompt cold, warm, after kill -9, in a second process"),
+    "vllm-args": ("stemkv.cli.vllm_args", "print the arguments of 'vllm serve' that put stemkv behind it"),
 }
 """Name of each verb, its module, and its line in the help."""
 
@@ -72,7 +73,7 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, str]:
 
 
 def _main_parser() -> Parser:
-    verbs = "\n".join(f"  {name:8} {line}" for name, (_, line) in VERBS.items())
+    verbs = "\n".join(f"  {name:9} {line}" for name, (_, line) in VERBS.items())
     parser = Parser(
         prog="stemkv",
         usage="stemkv VERB ...",

@@ -67,6 +67,8 @@ def read_options(extra: Mapping[str, Any], *, environ: Mapping[str, str] | None 
         settings = load_settings(given, environ=environ)
     except ConfigError as error:
         raise ConfigError(str(error).replace("(command line)", "(kv_connector_extra_config)")) from None
+    if settings.seal and not settings.secret_file:
+        raise ConfigError("seal needs secret_file: name a file with at least 32 random bytes")
     if not settings.store:
         raise ConfigError(
             "store is empty: vLLM's scheduler and workers are processes of their own and meet in a folder; name one"
