@@ -142,3 +142,32 @@ def test_other_weights_under_the_same_name_miss(model: Path, plain: EngineProces
         assert after["cached"] == 0
         assert after["tokens"] != before["tokens"]
         assert any("cause=identity" in name for name in engine.ask("metrics"))
+
+
+def test_a_prompt_that_two_replicas_get_at_once_is_computed_once(
+    model: Path, plain: EngineProcess, tmp_path: Path
+) -> None:
+    """One claims it, the other waits; if the one dies, the other computes."""
+    policy, kv = prompt(95, 1800), tmp_path / "kv"
+    questions = [[*policy, *prompt(96 + n, 60)] for n in range(2)]
+    reference = [plain.one(q)["tokens"] for q in questions]
+    slow: dict[str, Any] = {"max_num_batched_tokens": 64, "max_num_seqs": 8}
+    with (
+        EngineProcess(model, connector(kv, share_wait_s=30), **slow) as one,
+        EngineProcess(model, connector(kv, share_wait_s=30), **slow) as two,
+    ):
+        one.tell("generate", prompts=[{"ids": questions[0]}], max_tokens=8)
+        time.sleep(0.1)
+        two.tell("generate", prompts=[{"ids": questions[1]}], max_tokens=8)
+        first, second = one.hear()[0], two.hear()[0]
+        assert [first["tokens"], second["tokens"]] == reference
+        assert first["cached"] == 0
+        assert second["cached"] > 0
+        other = prompt(99, 1900)
+        one.tell("generate", prompts=[{"ids": other}], max_tokens=8)
+        time.sleep(0.05)
+        two.tell("generate", prompts=[{"ids": other}], max_tokens=8)
+        one.kill()
+        started = time.monotonic()
+        assert two.hear()[0]["tokens"] == plain.one(other)["tokens"]
+        assert time.monotonic() - started < 25

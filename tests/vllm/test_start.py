@@ -100,7 +100,7 @@ def test_an_unsupported_kind_of_layer_is_named() -> None:
 
 
 def test_missing_weights_are_an_error(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="weight files of .* are not on this machine"):
+    with pytest.raises(ModelError, match=r"weight files of .* are not on this machine"):
         _vllm_identity._files_digest(str(tmp_path), None)
 
 

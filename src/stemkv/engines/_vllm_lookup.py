@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from stemkv.engines._vllm_claims import Claims
 from stemkv.engines._vllm_identity import adapter_digest, adapter_stamp
 from stemkv.engines._vllm_messages import Prompt
 from stemkv.engines._vllm_threads import Threads
@@ -22,6 +23,8 @@ from stemkv.pool import Pool
 
 log = logging.getLogger("stemkv")
 _THREADS = 4
+_WORTH_WAITING = 256
+"""Fewer tokens are computed rather than waited for."""
 _SICK_S = 5.0
 """How long nothing is asked of the tiers after one did not answer in time."""
 
@@ -37,6 +40,10 @@ class Found(NamedTuple):
     """What a worker needs to know of the text; None if it cannot be stored."""
     keys: Sequence[bytes] = ()
     """Chain keys of the text for the first worker."""
+    busy: bool = False
+    """Another engine is computing what is missing."""
+    claim: bytes = b""
+    """The block that this engine has claimed to compute for this request."""
 
 
 class Asked(NamedTuple):
@@ -116,8 +123,9 @@ class Adapters:
 class Lookups:
     """Asks the pool on a few threads."""
 
-    def __init__(self, pool: Pool, scopes: Scopes, timeout_s: float) -> None:
+    def __init__(self, pool: Pool, scopes: Scopes, timeout_s: float, claims: Claims | None) -> None:
         self._pool, self._scopes, self._timeout_s = pool, scopes, timeout_s
+        self.claims = claims
         self._threads = Threads("stemkv-lookup", _THREADS)
         self._adapters = Adapters()
         self._sick_until = 0.0
@@ -159,7 +167,12 @@ class Lookups:
         match = self._common(namespaces, tokens, asked.scope)
         # Keys of the whole text, for the blocks that will be stored.
         keys = match.chain.keys if asked.limit is None else _chain(namespaces[0], asked.tokens, asked.scope).keys
-        return Found(match.tokens, match.miss, prompt, keys)
+        found = Found(match.tokens, match.miss, prompt, keys)
+        missing = match.blocks < len(keys) and len(asked.tokens) - match.tokens >= _WORTH_WAITING
+        if self.claims is None or match.miss is None or not missing or asked.limit is not None:
+            return found
+        key = keys[match.blocks]
+        return found._replace(claim=key) if self.claims.take(key) else found._replace(busy=True)
 
     def _common(self, namespaces: Sequence[Namespace], tokens: list[int], scope: tuple[bytes, ...]) -> Match:
         """The longest run that all shards have."""

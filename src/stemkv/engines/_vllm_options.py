@@ -29,9 +29,11 @@ class Options(NamedTuple):
     """How long a request may wait to learn what is stored; then it is computed."""
     load_timeout_s: float = 10.0
     """How long loading one request's blocks may take; then it is computed."""
+    share_wait_s: float = 10.0
+    """How long a request may wait for another replica that is computing its beginning; 0 for not at all."""
 
 
-_OWN = {"on_error": "refuse", "lookup_timeout_s": 1.0, "load_timeout_s": 10.0}
+_OWN = {"on_error": "refuse", "lookup_timeout_s": 1.0, "load_timeout_s": 10.0, "share_wait_s": 10.0}
 
 
 def wants_off(raw: object) -> bool:
@@ -58,9 +60,10 @@ def read_options(extra: Mapping[str, Any], *, environ: Mapping[str, str] | None 
     own = {name: raw.get(name, default) for name, default in _OWN.items()}
     if own["on_error"] not in ("refuse", "off"):
         raise ConfigError(f"on_error = {own['on_error']!r}: choose refuse (do not start) or off (start uncached)")
-    for name in ("lookup_timeout_s", "load_timeout_s"):
+    for name in ("lookup_timeout_s", "load_timeout_s", "share_wait_s"):
         value = own[name]
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= 3600:
+        zero = value == 0 and name == "share_wait_s"
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not (zero or 0 < value <= 3600):
             raise ConfigError(f"{name} = {value!r} is not a number of seconds above 0, at most 3600")
     given = {"memory_bytes": 0} | {k: v for k, v in raw.items() if k not in _OWN}
     try:

@@ -10,11 +10,13 @@ import os
 import time
 from collections import OrderedDict
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from stemkv.config import open_pool, read_secret
+from stemkv.engines._vllm_claims import Claims
 from stemkv.engines._vllm_events import Announced
 from stemkv.engines._vllm_lookup import Asked, Found, Lookup, Lookups, Scopes, scope_of
 from stemkv.engines._vllm_messages import Handshake, Load, PageIds, Report, Save, Step
@@ -26,6 +28,8 @@ from stemkv.misses import Cause, Miss
 log = logging.getLogger("stemkv")
 _STORING_S = 2.0
 """A lookup may miss a block that a worker was told to store so shortly before: it is not asked for again."""
+_ASK_AGAIN_S = 0.2
+"""How often is looked whether another engine has stored what is waited for."""
 _REMEMBERED = 1 << 16
 _NOT_KNOWN = frozenset({Cause.DEADLINE, Cause.IO_ERROR, Cause.PENDING, Cause.CLOSED, Cause.NOT_CACHEABLE})
 """Misses that say nothing about whether a block is there."""
@@ -46,6 +50,8 @@ class _Request:
         self.next_save: int | None = None
         self.sent = False
         self.counted = False
+        self.arrived = time.monotonic()
+        self.claims: set[bytes] = set()
 
 
 class SchedulerSide:
@@ -80,7 +86,8 @@ class SchedulerSide:
         self._size = sizes.pop()
         settings = self._options.settings
         scopes = Scopes(identities, generation=settings.generation, root=read_secret(settings))
-        self._lookups = Lookups(self.pool, scopes, self._options.lookup_timeout_s)
+        claims = Claims(Path(settings.store).expanduser()) if self._options.share_wait_s else None
+        self._lookups = Lookups(self.pool, scopes, self._options.lookup_timeout_s, claims)
         return ""
 
     # -- a request's life ----------------------------------------------------------------------------------------
@@ -105,6 +112,10 @@ class SchedulerSide:
         if found is None:
             self._lookups.found_sick()
             found = state.lookup.found = Found(miss=Miss(Cause.DEADLINE))
+        if found.claim:
+            state.claims.add(found.claim)
+        if found.busy and self._wait_for_other(state):
+            return None, False
         state.start = computed
         more = found.tokens - computed
         return (more, True) if more > 0 else (0, False)
@@ -127,6 +138,8 @@ class SchedulerSide:
         loads, self._loads = self._loads, []
         ended, self._ended = self._ended, []
         step = Step(loads=loads, forget=ended, tokens=output.total_num_scheduled_tokens)
+        if ended and self._lookups is not None and self._lookups.claims is not None:
+            self._lookups.claims.expire()
         for load in loads:
             self._send_prompt(step, load.request)
         try:
@@ -138,8 +151,10 @@ class SchedulerSide:
 
     def finished(self, request: Any) -> None:
         """``request`` has ended."""
-        if self._requests.pop(request.request_id, None) is not None:
+        state = self._requests.pop(request.request_id, None)
+        if state is not None:
             self._ended.append(request.request_id)
+            self._give_up_claims(state)
 
     def transferred(self, output: Any) -> None:
         """What the workers report after a step."""
@@ -166,6 +181,22 @@ class SchedulerSide:
             return lookup
         scope = scope_of(request.cache_salt, self._epoch)
         return self._lookups.start(Asked(request.prompt_token_ids, scope, request.lora_request, limit))
+
+    def _wait_for_other(self, state: _Request) -> bool:
+        """Whether to wait on for another engine that computes what is missing; asks again now and then."""
+        now = time.monotonic()
+        if now - state.arrived > self._options.share_wait_s:
+            return False
+        if now - state.lookup.started > _ASK_AGAIN_S:
+            state.lookup = self._look(state.request)
+        return True
+
+    def _give_up_claims(self, state: _Request) -> None:
+        claims = self._lookups.claims if self._lookups is not None else None
+        for key in state.claims:
+            if claims is not None:
+                claims.release(key)
+        state.claims.clear()
 
     def _not_cacheable(self, request: Any) -> Miss | None:
         """The first thing about ``request`` that keys do not cover."""
