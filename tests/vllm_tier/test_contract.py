@@ -48,6 +48,13 @@ def test_the_constructor_takes_what_vllms_factory_gives_it() -> None:
         assert name in inspect.signature(StemKVTier.__init__).parameters
 
 
+def test_vllms_backpressure_is_vllms(start: Any) -> None:
+    engine: Engine = start(entry={"backpressure": {"backpressure_cls": "EMABackpressureDetector"}})
+    assert engine.tier.bp_detector is not None
+    engine.store(keys(3))
+    engine.connector.reset_cache()
+
+
 def test_hits_are_told_as_disk_hits(start: Any) -> None:
     engine: Engine = start()
     engine.store(keys(1))
@@ -164,6 +171,7 @@ WRONG: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "unknown setting": ({"stoer": "/x"}, {}, "unknown setting 'stoer'"),
     "unknown key": ({}, {"stoer": "/x"}, "unknown key 'stoer' in the StemKVTier entry"),
     "block_tokens": ({"block_tokens": 64}, {}, "block_tokens is set by vLLM here"),
+    "the connector's": ({"share_wait_s": 1}, {}, "share_wait_s is a setting of the connector"),
     "no store": ({"store": ""}, {}, "store is empty"),
     "timeout": ({"store_timeout_s": 0}, {}, "store_timeout_s = 0: it is a number of seconds"),
     "lookup timeout": ({"lookup_timeout_s": "soon"}, {}, "lookup_timeout_s = 'soon' is not a number"),

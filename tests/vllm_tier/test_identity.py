@@ -84,14 +84,21 @@ def test_another_hash_seed_misses(start: Any, monkeypatch: pytest.MonkeyPatch) -
     assert finds(start)
 
 
-def test_the_store_can_say_what_differs(start: Any, tmp_path: Path) -> None:
+def test_the_cause_of_a_miss_is_counted_and_what_differs_is_logged_once(
+    start: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     model = make_model(tmp_path / "model", weights=b"first")
     stored(start, model=model)
     make_model(model, weights=b"other")
     engine: Engine = start(model=model)
-    pool = engine.tier._pool
-    assert pool is not None
-    assert str(pool.tiers[0].explain(engine.tier._names.ref(keys(1)[0]))) == "identity:weights_digest"
+    for _ in range(2):
+        engine.lookup(keys(2))
+    assert engine.counters()["first_misses", ("identity",)] == 2
+    engine.store(keys(1, text=1))
+    engine.lookup(keys(1, text=2))
+    assert engine.counters()["first_misses", ("unseen",)] == 1
+    said = [r.getMessage() for r in caplog.records if "computed with another" in r.getMessage()]
+    assert said == ["KV in the store was computed with another weights_digest: it is not used"]
 
 
 # -- refusals ----------------------------------------------------------------------------------------------------

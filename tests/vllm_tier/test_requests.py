@@ -6,12 +6,11 @@ import time
 from typing import Any
 
 import pytest
+from vllm import SamplingParams
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.kv_offload.base import make_offload_key
 from vllm.v1.request import Request
-
-from vllm import SamplingParams
 
 from .harness import Engine
 

@@ -14,10 +14,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import vllm
 from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 
-import vllm
 from stemkv.engines._vllm_identity import _rescales, _shaping, _speculative, _weights
 from stemkv.engines.weights import weights_digest
 from stemkv.errors import ConfigError, ModelError, UnsupportedModelError

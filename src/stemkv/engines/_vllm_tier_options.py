@@ -53,6 +53,8 @@ def read_tier_options(config: Mapping[str, Any], *, environ: Mapping[str, str] |
         raise ConfigError(f'"stemkv" in the StemKVTier entry is {raw!r}: it must be a table of settings')
     if "block_tokens" in raw:
         raise ConfigError("block_tokens is set by vLLM here, as block_size of kv_connector_extra_config: leave it out")
+    if "share_wait_s" in raw:
+        raise ConfigError("share_wait_s is a setting of the connector and has no meaning in the tier: leave it out")
     own = {name: raw[name] for name in _OWN if name in raw} | {
         name: config[name] for name in _OUTSIDE if name in config
     }

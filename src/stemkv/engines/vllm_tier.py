@@ -51,7 +51,7 @@ from stemkv.engines._vllm_tier_options import TierOptions, read_tier_options
 from stemkv.errors import StemKVError
 from stemkv.guard import guarded
 from stemkv.metrics import COUNTERS
-from stemkv.misses import Cause
+from stemkv.misses import Cause, Miss
 from stemkv.pool import Pool
 from stemkv.writer import Job
 
@@ -62,10 +62,11 @@ PREFIX = "vllm:stemkv_tier_"
 """Of metrics. vLLM unregisters those with "vllm" in their names before it registers anew."""
 _OF_ENGINES = frozenset({"lookups", "prompt_tokens", "hit_tokens", "miss_tokens"})
 _OWN_COUNTERS = {
-    "asked_keys": "Keys looked up, by result: hit, miss, late (no answer in time), refused (too many at once).",
-    "load_results": "Blocks of finished loads, by result: loaded, or the cause of the miss.",
-    "store_results": "Blocks of finished stores, by result: stored, or the cause why not.",
-    "call_faults": "Calls that failed inside the tier and were answered as a miss, by result: the call.",
+    "asked_keys": ("Keys looked up: hit, miss, late (no answer in time), refused (too many at once).", ("result",)),
+    "first_misses": ("Lookups that did not find everything, by the cause of the first miss.", ("cause",)),
+    "load_results": ("Blocks of finished loads: loaded, or the cause of the miss.", ("result",)),
+    "store_results": ("Blocks of finished stores: stored, or the cause why not.", ("result",)),
+    "call_faults": ("Calls that failed inside the tier and were answered as a miss.", ("call",)),
 }
 _GONE = frozenset({Cause.EVICTED, Cause.UNSEEN, *(cause for cause in Cause if cause.value.startswith("bad-"))})
 """Causes after which a block is no longer stored."""
@@ -131,6 +132,7 @@ class StemKVTier(SecondaryTierManager):
         self._counts: Counter[tuple[str, tuple[str, ...]]] = Counter()
         self._told: Counter[tuple[str, tuple[str, ...]]] = Counter()
         self._touched: dict[bytes, None] = {}
+        self._said: set[str] = set()
         self._failed: list[JobResult] = []
         self._events: list[OffloadingEvent] = []
         self._pool: Pool | None = None
@@ -216,7 +218,23 @@ class StemKVTier(SecondaryTierManager):
 
     def _present(self, keys: Sequence[bytes]) -> list[bool]:
         """Which of vLLM's keys the pool has. On the lookup thread."""
-        return self._here([self._name(key) for key in keys])
+        here = self._here([self._name(key) for key in keys])
+        if not all(here):
+            self._count_why_not(keys[here.index(False)])
+        return here
+
+    def _count_why_not(self, key: bytes) -> None:
+        try:
+            ref = self._names.ref(key)
+        except (ValueError, KeyError):
+            why = Miss(Cause.NOT_CACHEABLE, "hash")
+        else:
+            told = (guard.explain(ref) for guard in self._guards)
+            why = next((miss for miss in told if miss is not None), Miss(Cause.UNSEEN))
+        self.count("first_misses", why.cause.value)
+        if why.cause is Cause.IDENTITY and str(why) not in self._said:
+            self._said.add(str(why))
+            log.warning("KV in the store was computed with another %s: it is not used", why.detail)
 
     def _here(self, names: Sequence[bytes]) -> list[bool]:
         """Which blocks some tier of the pool has. Blocks."""
@@ -313,8 +331,7 @@ class StemKVTier(SecondaryTierManager):
     def build_metric_definitions(cls, extra_config: Mapping[str, Any]) -> dict[str, OffloadingCounterMetadata]:  # noqa: ARG003
         """The tier's own counters and those of its pool."""
         pool = {name: (text, _LABELS.get(name, ())) for name, text in COUNTERS.items() if name not in _OF_ENGINES}
-        own = {name: (text, ("result",)) for name, text in _OWN_COUNTERS.items()}
-        return {PREFIX + name: OffloadingCounterMetadata(*what) for name, what in (pool | own).items()}
+        return {PREFIX + name: OffloadingCounterMetadata(*what) for name, what in (pool | _OWN_COUNTERS).items()}
 
     @_calm(lambda: None)
     def get_stats(self) -> OffloadingConnectorStats | None:
