@@ -179,6 +179,13 @@ def test_stopping_finishes_what_runs_and_takes_no_more() -> None:
     assert handle.stored is True
 
 
+def test_stopping_a_server_that_has_ended_does_nothing() -> None:
+    with served(FakeEngine(lambda _: "x")) as handle:
+        handle.server.stop()
+        assert eventually(lambda: not accepts(handle.address))
+    handle.server.stop()
+
+
 def test_what_does_not_finish_in_time_is_cancelled_with_a_503() -> None:
     engine = FakeEngine(lambda _: "x" * 4000)
     engine.token_s = 0.01

@@ -102,9 +102,10 @@ class Server:
         return self._pool.close()
 
     def stop(self) -> None:
-        """Begin to drain; from any thread."""
+        """Begin to drain; from any thread, also when the server has ended already."""
         if self._loop is not None:
-            self._loop.call_soon_threadsafe(self._drain)
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                self._loop.call_soon_threadsafe(self._drain)
 
     async def _serve(self, *, signals: bool, ready: Callable[[], None]) -> None:
         self._loop = asyncio.get_running_loop()
