@@ -1,6 +1,6 @@
 """A real vLLM engine in a process of its own, told what to do by JSON lines. Argument: settings as JSON.
 
-The scheduler runs in this process, the worker in a child, as under ``vllm serve`` on a CPU.
+Both halves of the connector are in this one process; ``test_server.py`` has them in two, as ``vllm serve`` does.
 """
 
 from __future__ import annotations
