@@ -21,7 +21,7 @@ class Progress:
         self._stream = stream or sys.stderr
         self._tty = self._stream.isatty()
         self._started = time.monotonic()
-        self._drawn_at = self._started - _PLAIN_EVERY_S + 2.0
+        self._drawn_at = self._started
         self._drawn = False
 
     def update(self, done: int, total: int) -> None:
@@ -35,7 +35,7 @@ class Progress:
             self._stream.write(f"\r  {bar} {share:4.0%}  {self._title} \x1b[K")
             self._stream.flush()
             self._drawn = True
-        elif now - self._drawn_at >= _PLAIN_EVERY_S:
+        elif now - self._drawn_at >= _PLAIN_EVERY_S and share < 1:
             self._stream.write(f"{self._title}: {share:.0%}\n")
             self._stream.flush()
             self._drawn_at = now
