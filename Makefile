@@ -46,7 +46,7 @@ test-vllm: $(VLLM)/run.stamp  ## tests with the real vLLM engine on the CPU
 	@$(VLLM)/bin/python -m pytest -o filterwarnings=default tests/vllm $(wildcard tests/vllm_tier)
 
 bench-vllm: $(VLLM)/run.stamp  ## measure behind a real vLLM server; writes bench/results/vllm.json
-	@$(VLLM)/bin/python bench/vllm.py
+	@$(VLLM)/bin/python bench/vllm_serving.py
 
 check: $(VENV)/dev.stamp  ## lint, types, generated documents
 	@$(BIN)/ruff check .

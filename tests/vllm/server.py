@@ -20,6 +20,7 @@ START_S = 300.0
 _QUIET = {
     "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "2",
+    "VLLM_SERVER_DEV_MODE": "1",  # for /reset_prefix_cache
 }  # fmt: skip
 
 
@@ -32,9 +33,7 @@ def free_port() -> int:
 class Server:
     """``python -m vllm.entrypoints.openai.api_server`` on a free port of 127.0.0.1, as a context manager."""
 
-    def __init__(
-        self, model: Path, transfer: dict[str, Any] | None, *arguments: str, env: dict[str, str] | None = None
-    ):
+    def __init__(self, model: Path, transfer: dict[str, Any] | None, *arguments: str) -> None:
         port = free_port()
         flags = ["--model", str(model), "--served-model-name", "m", "--host", "127.0.0.1", "--port", str(port)]
         flags += ["--enforce-eager", "--enable-prompt-tokens-details", "--disable-uvicorn-access-log", *arguments]
@@ -87,6 +86,10 @@ class Server:
                     first = time.perf_counter() - started
         return first, time.perf_counter() - started
 
+    def forget(self) -> None:
+        """Empty vLLM's own prefix cache."""
+        assert self.http.post("/reset_prefix_cache").json()["success"]
+
     def metrics(self) -> dict[str, float]:
         """Counters by name, summed over labels."""
         found: dict[str, float] = {}
@@ -96,6 +99,18 @@ class Server:
                 key = name.partition("{")[0]
                 found[key] = found.get(key, 0.0) + float(value)
         return found
+
+    def cpu_seconds(self) -> float:
+        """Processor time of all its processes so far."""
+        ticks = 0
+        for stat in Path("/proc").glob("[0-9]*/stat"):
+            try:
+                fields = stat.read_text().rpartition(")")[2].split()
+            except OSError:  # it has just ended
+                continue
+            if int(fields[2]) == self._process.pid:
+                ticks += int(fields[11]) + int(fields[12])
+        return ticks / os.sysconf("SC_CLK_TCK")
 
     def log(self) -> str:
         """What the server wrote."""

@@ -81,15 +81,16 @@ class Scopes:
 
     def of(self, adapter: bytes) -> tuple[Namespace, ...]:
         """Namespaces for an adapter's digest; empty for none."""
-        if adapter not in self._known:
+        found = self._known.get(adapter)
+        if found is None:
             if len(self._known) > 256:
                 self._known.clear()
             applied = (Adapter(digest=adapter, scale=1.0),) if adapter else ()  # the scale is in the adapter's files
-            self._known[adapter] = tuple(
+            found = self._known[adapter] = tuple(
                 Namespace(msgspec.structs.replace(i, adapters=applied), generation=self._generation, root=self._root)
                 for i in self._identities
             )
-        return self._known[adapter]
+        return found
 
 
 class Adapters:

@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 
 from stemkv.config import open_pool, read_secret
+from stemkv.engines._vllm_blocks import BlockTables
 from stemkv.engines._vllm_claims import Claims
 from stemkv.engines._vllm_events import Announced
 from stemkv.engines._vllm_lookup import Asked, Found, Lookup, Lookups, Scopes, scope_of
@@ -69,6 +70,9 @@ class SchedulerSide:
         self._loads: list[Load] = []
         self._ended: list[str] = []
         self._asked: OrderedDict[bytes, float] = OrderedDict()
+        self._failed_at: dict[str, int] = {}
+        self._tables = BlockTables()
+        self._said = False
         self._epoch = b""
         self._size = 0
         self.announced = Announced()
@@ -143,9 +147,11 @@ class SchedulerSide:
         for load in loads:
             self._send_prompt(step, load.request)
         try:
+            self._tables.step(output)
             self._plan_saves(step, output)
         except Exception:  # loads must reach the worker: their requests wait for it
-            log.exception("nothing is stored of this step")
+            log.log(logging.DEBUG if self._said else logging.ERROR, "nothing is stored of this step", exc_info=True)
+            self._said = True
             step.saves.clear()
         return step
 
@@ -154,22 +160,28 @@ class SchedulerSide:
         state = self._requests.pop(request.request_id, None)
         if state is not None:
             self._ended.append(request.request_id)
+            self._failed_at.pop(request.request_id, None)
+            self._tables.forget(request.request_id)
             self._give_up_claims(state)
 
     def transferred(self, output: Any) -> None:
         """What the workers report after a step."""
         report = getattr(output, "kv_connector_worker_meta", None)
-        failed = dict(report.failed) if isinstance(report, Report) else {}
-        for name in getattr(output, "failed_recving", None) or ():
-            failed.setdefault(name, 0)
-        for name, block in failed.items():
-            self._load_failed(name, block)
         if isinstance(report, Report):
             self.announced.stored(report.stored)
+            for name, block in report.failed.items():
+                self._failed_at[name] = min(block, self._failed_at.get(name, block))
+        # Of several workers each reports in its own time; vLLM names a request when all have.
+        ended = getattr(output, "failed_recving", None)
+        for name in list(self._failed_at) if ended is None else ended:
+            self._load_failed(name, self._failed_at.pop(name, 0))
 
     def reset(self) -> None:
         """Use nothing that was stored so far: the engine's weights may have changed in memory."""
         self._epoch = os.urandom(32)
+        for state in self._requests.values():  # what they have computed so far is of either kind
+            state.lookup = Lookup(0.0)
+            state.lookup.found = Found(miss=Miss(Cause.NOT_CACHEABLE, "reset"))
 
     # -- inside --------------------------------------------------------------------------------------------------
 
@@ -265,7 +277,7 @@ class SchedulerSide:
     def _save(self, step: Step, output: Any, state: _Request, found: Found, first: int, stop: int) -> None:
         name = state.request.request_id
         state.next_save = stop
-        ids = output.kv_connector_block_state.get_block_ids(name)
+        ids = self._tables.of(output, name)
         if ids is None:
             return
         pages = self._pages(ids)

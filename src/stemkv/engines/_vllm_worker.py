@@ -134,6 +134,8 @@ class WorkerSide:
         """A step begins."""
         self._began = time.perf_counter()
         self._prompts.update(step.prompts)
+        for name in step.prompts:
+            self._chains.pop(name, None)
         for name in step.forget:
             self._prompts.pop(name, None)
             self._chains.pop(name, None)
