@@ -213,6 +213,21 @@ def test_off_means_vllm_starts_and_everything_is_a_miss(
     assert engine.counters() == {}
 
 
+@pytest.mark.parametrize("off", [False, True])
+def test_a_vllm_that_is_not_what_it_was_is_one_sentence_or_no_cache(
+    start: Any, off: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def changed(*_: Any) -> Any:
+        raise AttributeError("no such\nthing")
+
+    monkeypatch.setattr("stemkv.engines.vllm_tier.check_supported", changed)
+    if off:
+        assert start({"on_error": "off"}).lookup(keys(1)) == {key(0): LookupResult.MISS}
+        return
+    with pytest.raises(ConfigError, match='AttributeError: no such thing; "on_error": "off" starts vLLM without'):
+        start()
+
+
 def test_a_store_that_cannot_be_opened_is_refused_and_leaves_no_shared_memory(start: Any, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(StoreError):

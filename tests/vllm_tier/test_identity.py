@@ -183,6 +183,19 @@ def test_after_a_reset_nothing_older_is_used_unless_told_to_keep_it(start: Any, 
     assert again.load(keys(4)) == content
 
 
+def test_a_request_that_lives_through_a_reset_finds_nothing_older(start: Any) -> None:
+    engine: Engine = start()
+    engine.store(keys(1))
+    context = engine.request(keys(1))
+    while engine.tier.lookup(keys(1)[0], context) is not LookupResult.HIT:
+        engine.step()
+    engine.connector.reset_cache()
+    while (found := engine.tier.lookup(keys(1)[0], context)) is LookupResult.RETRY:
+        engine.step()
+    assert found is LookupResult.MISS
+    engine.manager.on_request_finished(context)
+
+
 def test_a_reset_ends_what_is_under_way(start: Any, hang: Callable[[str], None]) -> None:
     engine: Engine = start({"store_timeout_s": 0.3})
     hang("put")

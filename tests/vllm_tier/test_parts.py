@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -78,6 +79,31 @@ def test_more_keys_than_may_wait_are_absent_at_once() -> None:
     found = [lookups.ask(bytes([n]), "one") for n in range(20)]
     assert found == [None] * 10 + [False] * 10
     assert lookups.counts["refused"] == 10
+    lookups.close()
+
+
+def test_once_a_key_was_late_nothing_more_is_asked_until_an_answer_comes() -> None:
+    gate = threading.Event()
+
+    def find(wanted: Sequence[bytes]) -> list[bool]:
+        gate.wait()
+        return [True] * len(wanted)
+
+    lookups = Lookups(find, timeout_s=0.2)
+    assert lookups.ask(b"a", "one") is None
+    time.sleep(0.1)
+    lookups.step()  # the question is younger than the key
+    time.sleep(0.11)
+    assert lookups.ask(b"a", "one") is False
+    assert lookups.ask(b"b", "one") is False
+    gate.set()
+    end = time.monotonic() + 10
+    while lookups.stuck:
+        assert time.monotonic() < end
+        lookups.step()
+        time.sleep(0.001)
+    assert answer(lookups, b"c", "one")
+    assert dict(lookups.counts) == {"late": 1, "refused": 1, "hit": 1}
     lookups.close()
 
 

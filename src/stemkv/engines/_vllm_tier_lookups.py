@@ -48,6 +48,7 @@ class Lookups:
         self._answers: queue.SimpleQueue[tuple[list[tuple[bytes, _Entry]], Sequence[bool]]] = queue.SimpleQueue()
         self._waiting = 0
         self._busy_since = 0.0
+        self._late = False
         self.counts: Counter[str] = Counter()
         threading.Thread(target=self._work, name="stemkv-tier-lookup", daemon=True).start()
 
@@ -62,7 +63,7 @@ class Lookups:
             entry.requests.add(request)
             self._keys_of.setdefault(request, set()).add(key)
         if entry.found is None and now > entry.asked + self._timeout_s:
-            entry.found = False
+            entry.found, self._late = False, True
             self.counts["late"] += 1
         return entry.found
 
@@ -79,9 +80,9 @@ class Lookups:
 
     @property
     def stuck(self) -> bool:
-        """Whether ``find`` has been at work for longer than a lookup may take."""
+        """Whether ``find`` takes longer than a lookup may, or has not answered since a key was late."""
         since = self._busy_since
-        return bool(since) and time.monotonic() > since + self._timeout_s
+        return self._late or (bool(since) and time.monotonic() > since + self._timeout_s)
 
     def step(self) -> None:
         """Send what was asked since the last step."""
@@ -94,6 +95,7 @@ class Lookups:
     def _take_answers(self) -> None:
         while not self._answers.empty():
             asked, found = self._answers.get()
+            self._late = False
             self._waiting -= len(asked)
             for (_, entry), here in zip(asked, found, strict=True):
                 if entry.found is None:  # else it was late, or something newer is known

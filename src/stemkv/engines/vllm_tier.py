@@ -48,7 +48,7 @@ from stemkv.engines._vllm_tier_jobs import Done, Jobs
 from stemkv.engines._vllm_tier_lookups import Lookups
 from stemkv.engines._vllm_tier_names import Names
 from stemkv.engines._vllm_tier_options import TierOptions, read_tier_options
-from stemkv.errors import StemKVError
+from stemkv.errors import ConfigError, StemKVError
 from stemkv.guard import guarded
 from stemkv.metrics import COUNTERS
 from stemkv.misses import Cause, Miss
@@ -90,6 +90,11 @@ def _calm(otherwise: Callable[[], Any]) -> Callable[[Callable[..., _T]], Callabl
         return call
 
     return wrap
+
+
+def _unforeseen(error: Exception) -> ConfigError:
+    sentence = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+    return ConfigError(f'stemkv: {sentence}; "on_error": "off" starts vLLM without the cache')
 
 
 class _Rows:
@@ -139,9 +144,10 @@ class StemKVTier(SecondaryTierManager):
         """None while the cache is off: everything is a miss."""
         try:
             self._open(offloading_spec, primary_kv_view, read_tier_options(config))
-        except StemKVError as why:
+        except Exception as error:  # noqa: BLE001 - the engine's boundary
+            why = error if isinstance(error, StemKVError) else _unforeseen(error)
             if not wants_off(config.get("stemkv")):
-                raise
+                raise why from (None if why is error else error)
             log.error("stemkv's vLLM tier is off: %s", why)  # noqa: TRY400 - the sentence says it all
 
     def _open(self, spec: Any, view: memoryview, options: TierOptions) -> None:
