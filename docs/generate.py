@@ -131,7 +131,7 @@ def vllm_matrix() -> str:
             "| vLLM | connector | tier | how we know |",
             "|---|---|---|---|",
             f"| {tested} | works | works on host memory | `make test-vllm`, run by CI |",
-            f"| {floor} and later | expected: optional methods are probed | where it has secondary tiers | not run here |",
+            f"| {floor} and later | expected; probes methods | where it has secondary tiers | not run here |",
             f"| before {floor} | refused at start-up, by name | refused | a test |",
         ]
     )

@@ -44,7 +44,7 @@ def json_bytes(spec: GroupSpec, sealer: Sealer, **meta: Any) -> int:
         index=2**63 // MAX_BLOCK_TOKENS - 1,
         tokens_digest=bytes(32),
     )
-    header = block._header_json(ref, 1e9, 1e12, bytes(12), sealer)
+    header = block._header_json(ref, f"{1e9:.6f}", f"{1e12:.3f}", bytes(12).hex(), sealer)
     return len(header) + len(str(MAX_GROUPS - 1)) - 1
 
 
