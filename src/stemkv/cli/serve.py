@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from stemkv.cli.main import version
+from stemkv.cli.options import typed
 from stemkv.cli.progress import Progress
 from stemkv.config import Settings, load_settings, open_pool, parse_size, read_secret
 from stemkv.errors import ConfigError
@@ -58,20 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         value = getattr(defaults, name)
         default = size(value) if name.endswith("_bytes") else value
         note = f"{text} (default: {default})" if default != "" else text
-        parser.add_argument(option, dest=name, type=_typed(kind), metavar=shown, help=note)
-
-
-def _typed(kind: Any) -> Any:
-    """An argparse type whose ConfigError becomes a usage error."""
-
-    def convert(text: str) -> Any:
-        try:
-            return kind(text)
-        except ConfigError as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
-
-    convert.__name__ = getattr(kind, "__name__", "value")
-    return convert
+        parser.add_argument(option, dest=name, type=typed(kind), metavar=shown, help=note)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -8,6 +8,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
+from stemkv.cli.options import typed
 from stemkv.config import parse_size
 from stemkv.engines._vllm_options import read_options
 from stemkv.errors import ConfigError
@@ -39,20 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print only the value of --kv-transfer-config")
     parser.add_argument("--seal", action="store_true", default=None, help="encrypt the store; needs --secret-file")
     for option, key, kind, shown, text in _OPTIONS:
-        parser.add_argument(option, dest=key, type=_typed(kind), metavar=shown, help=text)
-
-
-def _typed(kind: Any) -> Any:
-    """An argparse type whose ConfigError becomes a usage error."""
-
-    def convert(text: str) -> Any:
-        try:
-            return kind(text)
-        except ConfigError as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
-
-    convert.__name__ = getattr(kind, "__name__", "value")
-    return convert
+        parser.add_argument(option, dest=key, type=typed(kind), metavar=shown, help=text)
 
 
 def run(arguments: argparse.Namespace) -> int:
