@@ -11,7 +11,6 @@ from typing import Any
 from stemkv.cli.options import typed
 from stemkv.config import parse_size
 from stemkv.engines._vllm_options import read_options
-from stemkv.errors import ConfigError
 
 HELP = """Print the arguments of 'vllm serve' that put stemkv behind it, checked and quoted for a shell.
 
