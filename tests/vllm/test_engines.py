@@ -161,8 +161,10 @@ def test_a_prompt_that_two_replicas_get_at_once_is_computed_once(
         two.tell("generate", prompts=[{"ids": questions[1]}], max_tokens=8)
         first, second = one.hear()[0], two.hear()[0]
         assert [first["tokens"], second["tokens"]] == reference
-        assert first["cached"] == 0
-        assert second["cached"] > 0
+        # Whichever was first computes; the other computes what is its own.
+        computed, loaded = sorted(a["cached"] for a in (first, second))
+        assert computed == 0
+        assert loaded >= 1664
         other = prompt(99, 1900)
         one.tell("generate", prompts=[{"ids": other}], max_tokens=8)
         time.sleep(0.05)

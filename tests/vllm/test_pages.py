@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from stemkv.engines._vllm_pages import Group, memory_order, page_bytes, raw_pages
+from stemkv.engines._vllm_pages import Group, check_memory, memory_order, page_bytes, raw_pages
+from stemkv.errors import UnsupportedModelError
 
 BLOCKS, HEADS, TOKENS, WIDTH = 6, 3, 8, 10
 LAYOUTS = {
@@ -71,3 +72,12 @@ def test_the_order_in_memory_is_part_of_the_layout() -> None:
 def test_memory_that_is_not_made_of_blocks_is_refused() -> None:
     with pytest.raises(ValueError, match="is not 4 blocks"):
         raw_pages(torch.zeros(6, 2), 4)
+
+
+def test_memory_that_loses_bytes_is_found_before_it_is_used() -> None:
+    sound = torch.zeros(4, 8, dtype=torch.uint8)
+    check_memory([Group([sound], per_block=2)])
+    assert not sound.any()
+    shared = torch.zeros(1, 8, dtype=torch.uint8).expand(4, 8)  # four blocks at one place
+    with pytest.raises(UnsupportedModelError, match="does not give back"):
+        check_memory([Group([shared], per_block=2)])

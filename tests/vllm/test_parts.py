@@ -19,25 +19,27 @@ from stemkv.engines._vllm_scheduler import SchedulerSide
 from stemkv.engines._vllm_threads import Threads
 from stemkv.metrics import Metrics
 
-KEY = bytes(range(32))
+KEYS = [bytes([n]) * 32 for n in range(4)]
 
 
 def hold(store: Path, ready: Any) -> None:
-    assert Claims(store).take(KEY)
+    assert Claims(store).take(KEYS)
     ready.set()
     time.sleep(60)
 
 
-def test_a_claim_excludes_others_until_it_is_released(tmp_path: Path) -> None:
+def test_a_claim_keeps_others_from_every_block_of_it_until_it_is_released(tmp_path: Path) -> None:
     one, two = Claims(tmp_path), Claims(tmp_path)
-    assert one.take(KEY)
-    assert one.take(KEY)
-    assert not two.take(KEY)
-    two.release(KEY)
-    assert not two.take(KEY)
-    one.release(KEY)
-    assert two.take(KEY)
-    assert one.take(KEY[::-1])
+    claim = one.take(KEYS)
+    assert claim
+    assert one.take(KEYS), "vLLM itself shares what one engine computes"
+    assert two.take(KEYS) is None
+    assert two.take(KEYS[2:]) is None
+    assert two.take([b"x" * 32, *KEYS])
+    one.release(claim)
+    for name in list(one._mine):
+        one.release(name)
+    assert two.take(KEYS)
 
 
 def test_a_claim_ends_with_its_process(tmp_path: Path) -> None:
@@ -46,16 +48,16 @@ def test_a_claim_ends_with_its_process(tmp_path: Path) -> None:
     owner = spawn.Process(target=hold, args=(tmp_path, ready))
     owner.start()
     assert ready.wait(60)
-    assert not Claims(tmp_path).take(KEY)
+    assert Claims(tmp_path).take(KEYS) is None
     owner.kill()
     owner.join()
-    assert Claims(tmp_path).take(KEY)
+    assert Claims(tmp_path).take(KEYS)
 
 
 def test_where_no_claim_can_be_made_everybody_computes(tmp_path: Path) -> None:
     (tmp_path / "claims").write_text("")
-    assert Claims(tmp_path).take(KEY)
-    assert Claims(tmp_path / "not" / "there").take(KEY)
+    assert Claims(tmp_path).take(KEYS) == b""
+    assert Claims(tmp_path / "not" / "there").take(KEYS) == b""
 
 
 def test_scopes_do_not_meet() -> None:

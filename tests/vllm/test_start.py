@@ -16,7 +16,8 @@ from stemkv.cli import vllm_args
 from stemkv.cli.main import main as stemkv
 from stemkv.engines import _vllm_identity
 from stemkv.engines._vllm_options import check_version, read_options
-from stemkv.errors import ConfigError, ModelError, StemKVError, UnsupportedModelError
+from stemkv.engines._vllm_scheduler import SchedulerSide
+from stemkv.errors import ConfigError, ModelError, StemKVError, StoreError, UnsupportedModelError
 
 from .harness import EngineProcess, connector, files, prompt
 
@@ -102,6 +103,13 @@ def test_an_unsupported_kind_of_layer_is_named() -> None:
 def test_missing_weights_are_an_error(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"weight files of .* are not on this machine"):
         _vllm_identity._files_digest(str(tmp_path), None)
+
+
+def test_a_store_that_cannot_be_made_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    options = read_options({"stemkv": {"store": str(tmp_path / "file")}}, environ={})
+    with pytest.raises(StoreError, match="is a file, not a folder"):
+        SchedulerSide(options, SimpleNamespace(speculative_config=None), (0,), (16,))
 
 
 def test_without_vllm_the_connector_says_what_it_needs() -> None:

@@ -43,7 +43,7 @@ class Found(NamedTuple):
     busy: bool = False
     """Another engine is computing what is missing."""
     claim: bytes = b""
-    """The block that this engine has claimed to compute for this request."""
+    """This engine's claim to compute what is missing; empty for none."""
 
 
 class Asked(NamedTuple):
@@ -172,8 +172,8 @@ class Lookups:
         missing = match.blocks < len(keys) and len(asked.tokens) - match.tokens >= _WORTH_WAITING
         if self.claims is None or match.miss is None or not missing or asked.limit is not None:
             return found
-        key = keys[match.blocks]
-        return found._replace(claim=key) if self.claims.take(key) else found._replace(busy=True)
+        claim = self.claims.take(keys[match.blocks :])
+        return found._replace(busy=True) if claim is None else found._replace(claim=claim)
 
     def _common(self, namespaces: Sequence[Namespace], tokens: list[int], scope: tuple[bytes, ...]) -> Match:
         """The longest run that all shards have."""

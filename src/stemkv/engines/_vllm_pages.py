@@ -8,14 +8,17 @@ element in the order in which they lie in memory, and the layout's name is part 
 from __future__ import annotations
 
 import math
+import os
 import threading
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from stemkv.errors import UnsupportedModelError
 from stemkv.identity import TensorSpec
 
 _RAW = {1: (torch.uint8, np.uint8), 2: (torch.int16, np.int16), 4: (torch.int32, np.int32), 8: (torch.int64, np.int64)}
@@ -124,6 +127,26 @@ def _load_stream(device: torch.device) -> Any:
     if key not in _streams:
         _streams[key] = torch.cuda.Stream(device)
     return _streams[key]
+
+
+def copies_of(groups: Sequence[Group]) -> HostCopies | DeviceCopies:
+    """New copies for a step."""
+    return (HostCopies if all(group.on_host for group in groups) else DeviceCopies)(groups)
+
+
+def check_memory(groups: Sequence[Group]) -> None:
+    """Write random bytes, read them back, leave zeros; before the engine uses its memory. Raises if they differ."""
+    for group in groups:
+        ids = range(group.per_block)
+        written, copies = os.urandom(group.nbytes), copies_of([group])
+        group.write(ids, [True] * len(ids), memoryview(written))
+        copies.take(0, 0, ids)
+        copies.taken()
+        found = bytearray(group.nbytes)
+        copies.fill(SimpleNamespace(group=0, index=0), memoryview(found))
+        group.write(ids, [True] * len(ids), memoryview(bytes(group.nbytes)))
+        if found != written:
+            raise UnsupportedModelError("this engine's KV memory does not give back the bytes that were written to it")
 
 
 class HostCopies:

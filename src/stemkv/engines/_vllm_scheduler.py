@@ -142,7 +142,7 @@ class SchedulerSide:
         loads, self._loads = self._loads, []
         ended, self._ended = self._ended, []
         step = Step(loads=loads, forget=ended, tokens=output.total_num_scheduled_tokens)
-        if ended and self._lookups is not None and self._lookups.claims is not None:
+        if self._lookups is not None and self._lookups.claims is not None:
             self._lookups.claims.expire()
         for load in loads:
             self._send_prompt(step, load.request)
@@ -207,7 +207,7 @@ class SchedulerSide:
         claims = self._lookups.claims if self._lookups is not None else None
         for key in state.claims:
             if claims is not None:
-                claims.release(key)
+                claims.done(key)
         state.claims.clear()
 
     def _not_cacheable(self, request: Any) -> Miss | None:

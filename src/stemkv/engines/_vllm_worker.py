@@ -21,7 +21,7 @@ from stemkv.engines._vllm_identity import Plan
 from stemkv.engines._vllm_lookup import Scopes, chain_of
 from stemkv.engines._vllm_messages import Handshake, Load, Prompt, Report, Save, Step, Stored
 from stemkv.engines._vllm_options import Options
-from stemkv.engines._vllm_pages import DeviceCopies, HostCopies
+from stemkv.engines._vllm_pages import DeviceCopies, HostCopies, check_memory, copies_of
 from stemkv.engines._vllm_threads import Threads
 from stemkv.keys import Chain
 from stemkv.misses import Cause
@@ -115,6 +115,7 @@ class WorkerSide:
     def __init__(self, options: Options, plan: Plan, *, events: bool) -> None:
         settings = options.settings
         self._options, self._plan = options, plan
+        check_memory(plan.groups)
         self.pool = open_pool(settings)
         self._scopes = Scopes([plan.identity], generation=settings.generation, root=read_secret(settings))
         self._threads = Threads("stemkv-load", _THREADS)
@@ -216,9 +217,8 @@ class WorkerSide:
         if not step.saves:
             return
         cost_s = (time.perf_counter() - self._began) * self._plan.identity.block_tokens / max(1, step.tokens)
-        host = all(group.on_host for group in self._plan.groups)
         for save in step.saves:
-            copies = (HostCopies if host else DeviceCopies)(self._plan.groups)
+            copies = copies_of(self._plan.groups)
             chain = self._chain(save.request)
             blocks = self._copy(chain, save, copies)
             copies.taken()
