@@ -130,7 +130,7 @@ def vllm_matrix() -> str:
         [
             "| vLLM | connector | tier | how we know |",
             "|---|---|---|---|",
-            f"| {tested} | works | works on host memory | `make test-vllm`, run by CI |",
+            f"| {tested} | works | works on host memory | `make test-vllm` |",
             f"| {floor} and later | expected; probes methods | where it has secondary tiers | not run here |",
             f"| before {floor} | refused at start-up, by name | refused | a test |",
         ]
