@@ -21,9 +21,9 @@ PROCESSES = 5
 ROUNDS = 7
 
 
-def worker(mode: str, store: Path, *, rounds: int = 1, env: dict[str, str] | None = None) -> dict[str, Any]:
+def worker(mode: str, store: Path, *, rounds: int = 1) -> dict[str, Any]:
     command = [sys.executable, str(HERE / "ttft_worker.py"), mode, str(store), str(rounds)]
-    out = subprocess.run(command, check=True, capture_output=True, text=True, env={**os.environ, **(env or {})})
+    out = subprocess.run(command, check=True, capture_output=True, text=True)
     return json.loads(out.stdout.splitlines()[-1])
 
 
@@ -53,15 +53,6 @@ def one_process(bench: Bench, store: Path) -> None:
               against_runs=runs["cold_plain"], reach="<= 1.02")  # fmt: skip
 
 
-def without_matrix_units(bench: Bench, store: Path) -> None:
-    """The same restore with oneDNN held to AVX2, as on processors without bf16 matrix units."""
-    env = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}
-    worker("fill", store, env=env)
-    results = [worker("restore", store, rounds=0, env=env) for _ in range(3)]  # a cold prompt takes long
-    warm, cold = ([r[k] for r in results] for k in ("warm_s", "cold_s"))
-    bench.row("ttft-file-tier-new-process-avx2", "s", warm, against="cold, AVX2 only", against_runs=cold, inverse=True)
-
-
 def llama_cpp(bench: Bench, warm: list[float]) -> None:
     """llama-cpp-python restoring its own state for a prompt of the same length (``make bench`` builds it once)."""
     if not PEERS.exists():
@@ -84,7 +75,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="stemkv-bench-", dir=os.environ.get("STEMKV_BENCH_DIR")) as name:
         warm = new_processes(bench, Path(name) / "a")
         one_process(bench, Path(name) / "b")
-        without_matrix_units(bench, Path(name) / "c")
+        bench.write()  # what follows takes longest
         llama_cpp(bench, warm)
     bench.write()
 

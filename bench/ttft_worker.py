@@ -74,7 +74,7 @@ def fill(loaded: Loaded, store: Path) -> dict[str, Any]:
     return {}
 
 
-def restore(loaded: Loaded, store: Path, rounds: int) -> dict[str, Any]:
+def restore(loaded: Loaded, store: Path) -> dict[str, Any]:
     pool = Pool([FileTier(store, max_bytes=4 << 30)])
     cache = PrefixCache(loaded.model, pool, weight_files=loaded.weight_files)
     # A process that has served other prompts: torch's first-call costs of these shapes are in neither arm.
@@ -83,9 +83,8 @@ def restore(loaded: Loaded, store: Path, rounds: int) -> dict[str, Any]:
     warm = ours(cache, prompt(0, tail=1), REUSED)
     report = cache.last_report
     figures = {"warm_s": warm, "cold_s": plain(loaded, prompt(1)), "load_s": report.load_s}
-    if rounds:  # computing KV to hand over takes as long as a cold prompt
-        data = kept(loaded, prompt(0))
-        figures["direct_s"] = min(direct(loaded, data, prompt(0, tail=t)) for t in (2, 3))
+    data = kept(loaded, prompt(0))
+    figures["direct_s"] = min(direct(loaded, data, prompt(0, tail=t)) for t in (2, 3))
     pool.close()
     return figures | {"cached_tokens": report.cached_tokens}
 
@@ -129,7 +128,7 @@ def main() -> None:
         return
     result = {
         "fill": lambda: fill(loaded, store),
-        "restore": lambda: restore(loaded, store, rounds),
+        "restore": lambda: restore(loaded, store),
         "compare": lambda: compare(loaded, store, rounds),
     }[mode]()
     print(json.dumps(result))
