@@ -59,12 +59,12 @@ def llama_cpp(bench: Bench, warm: list[float]) -> None:
         print("  llama-cpp-python is not installed (make .venv-peers/stamp): no row for it")
         return
     model = subprocess.check_output([sys.executable, str(HERE / "ttft_worker.py"), "model-path", "-", "0"], text=True)
-    out = subprocess.check_output(
-        [str(PEERS), str(HERE / "llama_worker.py"), model.split()[-1], str(PROCESSES)],
-        text=True,
-        stderr=subprocess.DEVNULL,
-    )
-    theirs = json.loads(out.splitlines()[-1])
+    command = [str(PEERS), str(HERE / "llama_worker.py"), model.split()[-1], str(PROCESSES)]
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    if done.returncode:
+        print(f"  llama-cpp-python ended with status {done.returncode} on this machine: no row for it")
+        return
+    theirs = json.loads(done.stdout.splitlines()[-1])
     bench.row("ttft-file-tier-against-llama-cpp", "s", warm, against="llama-cpp-python, load_state",
               against_runs=theirs["restore_s"], reach="< 1")  # fmt: skip
 
