@@ -211,7 +211,8 @@ def _nonce_of_expected(json: bytes, ref: BlockRef, sealer: Sealer) -> bytes | No
 def _checked_nonce(json: bytes, ref: BlockRef, sealer: Sealer) -> bytes:
     """The nonce of a header, checked field by field. Raises BlockError with the cause of the first difference."""
     meta, entries = parse_header(json)
-    if _encode(meta, entries).ljust(len(json)) != json:
+    encoded = _encode(meta, entries)
+    if encoded.ljust(len(json)) != json:
         raise BlockError(Cause.BAD_HEADER, "not in canonical form")
     _check_identity(meta, ref)
     if meta.key_id != sealer.key_id:
@@ -219,7 +220,7 @@ def _checked_nonce(json: bytes, ref: BlockRef, sealer: Sealer) -> bytes:
     # Compared as encoded: 1, 1.0 and true are equal to Python, but not to other readers.
     expected = _encode(meta, _entries(ref.spec, sealer.seals))
     layout = _layout(ref.spec)
-    if _encode(meta, entries) != expected or meta.layout != layout or meta.codec != "raw" or meta.codec_params:
+    if encoded != expected or meta.layout != layout or meta.codec != "raw" or meta.codec_params:
         raise BlockError(Cause.BAD_LAYOUT)
     return bytes.fromhex(meta.nonce)
 

@@ -6,7 +6,6 @@ own because the demo kills it with SIGKILL.
 
 from __future__ import annotations
 
-import itertools
 import json
 import sys
 import time
@@ -16,11 +15,9 @@ from typing import Any
 import msgspec
 
 from stemkv.cli.demo_text import QUESTION, policy
+from stemkv.cli.progress import Steps
 from stemkv.config import Settings, open_pool
 from stemkv.errors import StemKVError
-
-_STEPS = 4
-"""Steps of loading a model that are announced, and the end."""
 
 
 class Task(msgspec.Struct, frozen=True):
@@ -73,8 +70,8 @@ def main() -> int:
     from stemkv.engines.transformers import PrefixCache  # noqa: PLC0415
 
     try:
-        steps = itertools.count(1)
-        loaded = load_model(task.model, progress=lambda _: emit("loading", done=next(steps), total=_STEPS))
+        steps = Steps(lambda done, total: emit("loading", done=done, total=total))
+        loaded = load_model(task.model, progress=steps)
     except StemKVError as error:
         emit("error", message=str(error))
         return 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 from types import TracebackType
 from typing import TextIO
 
@@ -53,3 +54,18 @@ class Progress:
         if self._drawn:
             self._stream.write("\r\x1b[K")
             self._stream.flush()
+
+
+class Steps:
+    """Tells ``update(done, total)`` how far loading a model is, from the names of the steps it announces."""
+
+    _TOTAL = 4
+    """The library, the tokenizer, the weights, and the end."""
+
+    def __init__(self, update: Callable[[int, int], None]) -> None:
+        self._update, self._begun = update, 0
+
+    def __call__(self, name: str) -> None:
+        """Step ``name`` begins."""
+        self._begun += 1
+        self._update(min(self._begun, self._TOTAL) - 1, self._TOTAL)

@@ -12,7 +12,7 @@ from typing import Any
 
 from stemkv.cli.main import version
 from stemkv.cli.options import typed
-from stemkv.cli.progress import Progress
+from stemkv.cli.progress import Progress, Steps
 from stemkv.config import Settings, load_settings, open_pool, parse_size, read_secret
 from stemkv.errors import ConfigError
 from stemkv.pool import Pool
@@ -97,7 +97,7 @@ def _serve(arguments: argparse.Namespace, settings: Settings, sock: Any, pool: P
     print(f"stemkv {version()}: loading {arguments.model} ...", flush=True)
     with Progress("loading the model") as bar:
         loaded = load_model(arguments.model, dtype=arguments.dtype, revision=arguments.revision,
-                            device=arguments.device, progress=_Steps(bar))  # fmt: skip
+                            device=arguments.device, progress=Steps(bar.update))  # fmt: skip
         bar.update(1, 1)
         engine = _engine(loaded, settings, pool)
     name = arguments.model_name or loaded.name
@@ -130,21 +130,6 @@ def _engine(loaded: Any, settings: Settings, pool: Pool) -> Any:
         )
 
     return TextEngine(loaded, make_cache, _PromptBar())
-
-
-class _Steps:
-    """Moves a bar by what loading says: the name of the next step, or what is done and the total."""
-
-    _COUNT = 4
-    """Steps there are: the library, the tokenizer, the weights, and the end."""
-
-    def __init__(self, bar: Progress) -> None:
-        self._bar, self._step = bar, 0
-
-    def __call__(self, *state: Any) -> None:
-        self._step += 1
-        done, total = state if len(state) == 2 else (min(self._step, self._COUNT) - 1, self._COUNT)
-        self._bar.update(done, total)
 
 
 class _PromptBar:
